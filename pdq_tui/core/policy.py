@@ -1,0 +1,405 @@
+"""The policy: what each stage does with weights, activations and the KV cache, and its strict TOML form.
+
+A policy is data. This module parses and validates it, resolves the format of one module in one stage, and writes
+it back. Whether this machine and this model can run it is decided elsewhere (``core.kernels``, the engine).
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import hashlib
+import tomllib
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import tomlkit
+
+from pdq_tui.errors import UsageError
+
+SCHEMA: Final = 1
+
+Stage = Literal["prefill", "decode"]
+STAGES: Final[tuple[Stage, Stage]] = ("prefill", "decode")
+
+#: Weight formats of the policy file. "bf16" means the model's own dtype where the model is not bf16.
+WEIGHTS: Final = ("bf16", "fp16", "fp32", "fp8", "int8", "int4", "nf4", "fp4", "llm-int8")
+#: Formats that this version can pack and run; the others are refused by name.
+IMPLEMENTED_WEIGHTS: Final = ("bf16", "fp16", "fp32", "int8", "int4")
+ACTIVATIONS: Final = ("model", "int8", "fp8")
+STORAGE: Final = ("uniform", "shared", "nested", "transient", "dual")
+IMPLEMENTED_STORAGE: Final = ("uniform", "shared", "dual")
+GROUP_SIZES: Final = (32, 64, 128, 256)
+ON_FALLBACK: Final = ("warn", "fail")
+ON_MISFIT: Final = ("smaller-group", "pad", "leave")
+KV_DTYPES: Final = ("bf16",)
+KV_CONVERT: Final = ("write", "handoff", "never")
+MIXED: Final = ("split", "prefill", "decode")
+
+DENSE: Final = frozenset({"bf16", "fp16", "fp32"})
+
+
+class Format(msgspec.Struct, frozen=True, order=True):
+    """How one weight matrix is held and multiplied in one stage.
+
+    weights      one of WEIGHTS; "bf16" stands for the model's own dtype.
+    activations  "model" (the model's dtype) or "int8" (per-token scales) or "fp8".
+    group_size   columns of K that share a scale; 0 where the format has none (per output channel).
+    """
+
+    weights: str = "bf16"
+    activations: str = "model"
+    group_size: int = 0
+
+    @property
+    def storage_key(self) -> str:
+        """Names the packed bytes. int8 weight-only and W8A8 share one layout, hence one key."""
+        return f"{self.weights}-g{self.group_size}" if self.group_size else self.weights
+
+    @property
+    def label(self) -> str:
+        """Short name for people: bf16, int8, w8a8, int4-g64."""
+        if self.weights == "int8" and self.activations == "int8":
+            return "w8a8"
+        return self.storage_key
+
+    @property
+    def dense(self) -> bool:
+        return self.weights in DENSE
+
+
+class StagePolicy(msgspec.Struct, frozen=True):
+    weights: str = "bf16"
+    activations: str = "model"
+    group_size: int = 0
+
+    @property
+    def format(self) -> Format:
+        return Format(self.weights, self.activations, self.group_size)
+
+
+class Keep(msgspec.Struct, frozen=True):
+    """An exception by module name. ``modules`` are shell patterns on the dotted name; ``stages`` both if left out."""
+
+    modules: tuple[str, ...]
+    weights: str = "bf16"
+    activations: str = "model"
+    group_size: int = 0
+    stages: tuple[Stage, ...] = STAGES
+
+    @property
+    def format(self) -> Format:
+        return Format(self.weights, self.activations, self.group_size)
+
+
+class KvPolicy(msgspec.Struct, frozen=True):
+    prefill: str = "bf16"
+    decode: str = "bf16"
+    convert: str = "never"
+
+
+class ServingPolicy(msgspec.Struct, frozen=True):
+    mixed: str = "split"
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """A validated policy. Two policies with one ``digest`` do the same thing, whatever they are called."""
+
+    name: str
+    prefill: StagePolicy = StagePolicy()
+    decode: StagePolicy = StagePolicy()
+    summary: str = ""
+    storage: str = "uniform"
+    on_fallback: str = "warn"
+    on_misfit: str = "smaller-group"
+    kv: KvPolicy = KvPolicy()
+    serving: ServingPolicy = ServingPolicy()
+    keep: tuple[Keep, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """12 hex digits of SHA-256 over everything but name and summary."""
+        body = msgspec.json.encode(msgspec.structs.replace(self, name="", summary=""), order="sorted")
+        return hashlib.sha256(body).hexdigest()[:12]
+
+    def stage(self, stage: Stage) -> StagePolicy:
+        return self.prefill if stage == "prefill" else self.decode
+
+    @property
+    def staged(self) -> bool:
+        return self.prefill != self.decode
+
+    def format_for(self, module: str, stage: Stage) -> Format:
+        """The format of the linear layer ``module`` (dotted name) in ``stage``. First matching [[keep]] wins;
+        lm_head stays in the model's dtype unless a [[keep]] names it."""
+        for keep in self.keep:
+            if stage in keep.stages and any(fnmatch.fnmatchcase(module, p) for p in keep.modules):
+                return keep.format
+        if module == "lm_head" or module.endswith(".lm_head"):
+            return Format()
+        return self.stage(stage).format
+
+    def with_stage(self, stage: Stage, value: StagePolicy) -> Policy:
+        """The same policy with one stage replaced: named after what it does, marked unsaved with a trailing *."""
+        prefill = value if stage == "prefill" else self.prefill
+        decode = value if stage == "decode" else self.decode
+        name = (
+            prefill.format.label
+            if prefill == decode
+            else f"{prefill.format.label}-prefill-{decode.format.label}-decode"
+        )
+        return msgspec.structs.replace(
+            self,
+            name=name + "*",
+            summary="unsaved, made in the app",
+            prefill=prefill,
+            decode=decode,
+            storage=natural_storage(prefill.format, decode.format),
+        )
+
+
+def natural_storage(prefill: Format, decode: Format) -> str:
+    """The storage class that two formats need: one set of bytes (uniform or shared) or two (dual)."""
+    if prefill == decode:
+        return "uniform"
+    return "shared" if prefill.storage_key == decode.storage_key else "dual"
+
+
+# -- TOML ------------------------------------------------------------------------------------------------------------
+
+_TOP = {
+    "schema",
+    "name",
+    "summary",
+    "storage",
+    "on_fallback",
+    "on_misfit",
+    "prefill",
+    "decode",
+    "kv",
+    "serving",
+    "keep",
+}
+_STAGE = {"weights", "activations", "group_size", "source"}
+_KEEP = {"modules", "weights", "activations", "group_size", "stages"}
+_KV = {"prefill", "decode", "convert"}
+_SERVING = {"mixed"}
+
+
+class _Reader:
+    """Checks one document; every complaint names file, key and the legal values."""
+
+    def __init__(self, origin: str, text: str) -> None:
+        self.origin = origin
+        self.lines = text.splitlines()
+
+    def fail(self, key: str, message: str, hint: str | None = None) -> UsageError:
+        return UsageError(f"{self.origin}{self._line(key)}: {key}: {message}", hint)
+
+    def _line(self, key: str) -> str:
+        """tomllib keeps no line numbers; the last part of the key is looked up in its section of the text."""
+        *section, leaf = key.split(".")
+        section_name = section[-1].split("[")[0] if section else ""
+        inside = not section_name
+        for number, line in enumerate(self.lines, 1):
+            stripped = line.strip()
+            if stripped.startswith("["):
+                here = stripped.strip("[] ")
+                if not section_name and here == leaf:
+                    return f":{number}"
+                inside = here == section_name
+            elif inside and stripped.split("=")[0].strip().strip('"') == leaf:
+                return f":{number}"
+        return ""
+
+    def table(self, doc: dict[str, Any], key: str, allowed: set[str]) -> dict[str, Any]:
+        value = doc.get(key, {})
+        if not isinstance(value, dict):
+            raise self.fail(key, "must be a table", f"write it as [{key}]")
+        self.known(value, allowed, key + ".")
+        return value
+
+    def known(self, table: dict[str, Any], allowed: set[str], prefix: str = "") -> None:
+        for key in table:
+            if key not in allowed:
+                near = difflib.get_close_matches(key, sorted(allowed), 1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise self.fail(prefix + key, "unknown key", f"{hint}legal: {', '.join(sorted(allowed))}")
+
+    def choice(
+        self, table: dict[str, Any], key: str, legal: tuple[str, ...], default: str, prefix: str = ""
+    ) -> str:
+        value = table.get(key, default)
+        if value not in legal:
+            raise self.fail(prefix + key, f"{value!r} is not a legal value", f"legal: {', '.join(legal)}")
+        return str(value)
+
+    def text(self, table: dict[str, Any], key: str, default: str) -> str:
+        value = table.get(key, default)
+        if not isinstance(value, str):
+            raise self.fail(key, f"must be a string, not {type(value).__name__}")
+        return value
+
+    def format(self, table: dict[str, Any], prefix: str) -> Format:
+        if "source" in table:
+            raise self.fail(
+                prefix + "source", "weights from a checkpoint of their own are not supported by this version"
+            )
+        weights = self.choice(table, "weights", WEIGHTS, "bf16", prefix)
+        if weights not in IMPLEMENTED_WEIGHTS:
+            raise self.fail(
+                prefix + "weights",
+                f"{weights!r} is not supported by this version",
+                f"legal here: {', '.join(IMPLEMENTED_WEIGHTS)}",
+            )
+        activations = self.choice(table, "activations", ACTIVATIONS, "model", prefix)
+        if activations == "fp8":
+            raise self.fail(
+                prefix + "activations", "'fp8' is not supported by this version", "legal here: model, int8"
+            )
+        if activations == "int8" and weights != "int8":
+            raise self.fail(
+                prefix + "activations",
+                f"int8 activations need int8 weights, not {weights}",
+                'set weights = "int8" or leave activations out',
+            )
+        group = table.get("group_size", 64 if weights == "int4" else 0)
+        if isinstance(group, bool) or not isinstance(group, int):
+            raise self.fail(prefix + "group_size", f"must be a whole number, not {group!r}")
+        if weights == "int4":
+            if group not in GROUP_SIZES:
+                raise self.fail(
+                    prefix + "group_size",
+                    f"{group} is not a legal group size",
+                    f"legal: {', '.join(map(str, GROUP_SIZES))}",
+                )
+        elif group:
+            raise self.fail(prefix + "group_size", f"{weights} has no groups", "group_size belongs to int4")
+        return Format(weights, activations, group)
+
+    def keep(self, doc: dict[str, Any]) -> tuple[Keep, ...]:
+        entries = doc.get("keep", [])
+        if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
+            raise self.fail("keep", "must be an array of tables", "write each as [[keep]]")
+        found = []
+        for index, entry in enumerate(entries):
+            prefix = f"keep[{index}]."
+            self.known(entry, _KEEP, prefix)
+            modules = entry.get("modules")
+            if isinstance(modules, str):
+                modules = [modules]
+            if (
+                not modules
+                or not isinstance(modules, list)
+                or not all(isinstance(m, str) and m for m in modules)
+            ):
+                raise self.fail(
+                    prefix + "modules", "must be a list of module name patterns", 'e.g. ["*.layers.0.*"]'
+                )
+            stages = entry.get("stages", list(STAGES))
+            if not isinstance(stages, list) or not stages or any(s not in STAGES for s in stages):
+                raise self.fail(prefix + "stages", f"{stages!r} is not legal", "legal: prefill, decode")
+            fmt = self.format({k: v for k, v in entry.items() if k not in ("modules", "stages")}, prefix)
+            found.append(Keep(tuple(modules), fmt.weights, fmt.activations, fmt.group_size, tuple(stages)))
+        return tuple(found)
+
+
+def parse_policy(text: str, origin: str = "policy") -> Policy:
+    """Parse and validate one policy file. ``origin`` is the file name used in messages. Raises UsageError."""
+    try:
+        doc = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{origin}: not valid TOML: {error}") from error
+    r = _Reader(origin, text)
+    r.known(doc, _TOP)
+    schema = doc.get("schema")
+    if schema != SCHEMA:
+        raise r.fail("schema", f"is {schema!r}, this version reads {SCHEMA}", f"write schema = {SCHEMA}")
+    name = r.text(doc, "name", "")
+    if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
+        raise r.fail("name", f"{name!r} is not a legal name", "letters, digits, - _ and . (not first)")
+    prefill = r.format(r.table(doc, "prefill", _STAGE), "prefill.")
+    decode = r.format(r.table(doc, "decode", _STAGE), "decode.")
+    storage = r.choice(doc, "storage", STORAGE, natural_storage(prefill, decode))
+    if storage not in IMPLEMENTED_STORAGE:
+        raise r.fail(
+            "storage",
+            f"{storage!r} is not supported by this version",
+            f"legal here: {', '.join(IMPLEMENTED_STORAGE)}",
+        )
+    needed = natural_storage(prefill, decode)
+    if storage != needed:
+        raise r.fail(
+            "storage",
+            f"is {storage!r}, but {prefill.label} in prefill and {decode.label} in decode are {needed!r}",
+            f'write storage = "{needed}"',
+        )
+    kv = r.table(doc, "kv", _KV)
+    serving = r.table(doc, "serving", _SERVING)
+    return Policy(
+        name=name,
+        summary=r.text(doc, "summary", ""),
+        prefill=StagePolicy(prefill.weights, prefill.activations, prefill.group_size),
+        decode=StagePolicy(decode.weights, decode.activations, decode.group_size),
+        storage=storage,
+        on_fallback=r.choice(doc, "on_fallback", ON_FALLBACK, "warn"),
+        on_misfit=r.choice(doc, "on_misfit", ON_MISFIT, "smaller-group"),
+        kv=KvPolicy(
+            r.choice(kv, "prefill", KV_DTYPES, "bf16", "kv."),
+            r.choice(kv, "decode", KV_DTYPES, "bf16", "kv."),
+            r.choice(kv, "convert", KV_CONVERT, "never", "kv."),
+        ),
+        serving=ServingPolicy(r.choice(serving, "mixed", MIXED, "split", "serving.")),
+        keep=r.keep(doc),
+    )
+
+
+def load_policy(path: Path) -> Policy:
+    """Read one policy file. Raises UsageError with the file's name."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
+    return parse_policy(text, str(path))
+
+
+def policy_to_toml(policy: Policy) -> str:
+    """The policy as a commented TOML document that ``parse_policy`` reads back to an equal policy."""
+    doc = tomlkit.document()
+    doc["schema"] = SCHEMA
+    doc["name"] = policy.name.rstrip("*")
+    doc["summary"] = policy.summary
+    doc["storage"] = policy.storage
+    doc["storage"].comment(f"{' | '.join(IMPLEMENTED_STORAGE)}: declared and checked")
+    doc["on_fallback"] = policy.on_fallback
+    doc["on_misfit"] = policy.on_misfit
+    doc["on_misfit"].comment(f"{' | '.join(ON_MISFIT)}: when a group size does not divide a layer")
+    for stage in STAGES:
+        doc[stage] = _format_table(policy.stage(stage).format)
+    kv = tomlkit.table()
+    kv.update({"prefill": policy.kv.prefill, "decode": policy.kv.decode, "convert": policy.kv.convert})
+    doc["kv"] = kv
+    serving = tomlkit.table()
+    serving["mixed"] = policy.serving.mixed
+    doc["serving"] = serving
+    if policy.keep:
+        entries = tomlkit.aot()
+        for keep in policy.keep:
+            entry = _format_table(keep.format)
+            entry["modules"] = list(keep.modules)
+            if keep.stages != STAGES:
+                entry["stages"] = list(keep.stages)
+            entries.append(entry)
+        doc["keep"] = entries
+    return tomlkit.dumps(doc)
+
+
+def _format_table(fmt: Format) -> Any:
+    table = tomlkit.table()
+    table["weights"] = fmt.weights
+    if fmt.activations != "model":
+        table["activations"] = fmt.activations
+    if fmt.group_size:
+        table["group_size"] = fmt.group_size
+    return table
