@@ -332,6 +332,8 @@ class Request(Message):
 
     ttft_ms = queue + tokenize + prefill + (handoff where it delays the first token; here it does not, so it is apart).
     ``itl_ms`` holds every decode step; its sum is decode_ms. ``tpot_ms`` = decode_ms / (steps), null for N < 2.
+    ``prefill_bound_ms`` and ``decode_bound_ms`` (mean per step) are the hardware limits of the operators that ran:
+    sum of max(bytes / read peak, FLOPs / peak of the dtype), see ``core.roofline``; null without measured peaks.
     ``prompt_tokens`` are real tokens over the batch, ``padded_tokens`` the padding beside them.
     ``output_tokens`` are per row. ``peak_*`` are per-stage high-water marks by ``memory_method``.
     ``valid`` False with ``invalid_reason``: may be shown, never ranked.
@@ -368,6 +370,8 @@ class Request(Message):
     bytes_per_step_wasted: int | None = None
     prefill_flops: dict[str, float] = msgspec.field(default_factory=dict)
     prefill_bytes: int | None = None
+    prefill_bound_ms: float | None = None
+    decode_bound_ms: float | None = None
     kv_bytes: int | None = None
     prefill_peak_bytes: int | None = None
     decode_peak_bytes: int | None = None
@@ -562,7 +566,7 @@ class ProtocolError(PdqError):
     """A line that is not of this protocol's version, or not a message at all."""
 
 
-class UnknownType(PdqError):
+class UnknownTypeError(PdqError):
     """A message of a type that this version does not know: to be counted and skipped."""
 
 
@@ -610,12 +614,12 @@ def _clean(value: Any, path: str, lost: list[str]) -> Any:
 
 
 def decode_command(line: bytes) -> Any:
-    """Raises ProtocolError or UnknownType."""
+    """Raises ProtocolError or UnknownTypeError."""
     return _decode(line, _commands)
 
 
 def decode_event(line: bytes) -> Any:
-    """Raises ProtocolError or UnknownType."""
+    """Raises ProtocolError or UnknownTypeError."""
     return _decode(line, _events)
 
 
@@ -637,5 +641,5 @@ def _decode(line: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
             "use the same pdq-tui version for the run and for reading it",
         ) from error
     if "Invalid value" in str(error) and "`$.type`" in str(error):
-        raise UnknownType(f"unknown message type {head.type!r}") from error
+        raise UnknownTypeError(f"unknown message type {head.type!r}") from error
     raise ProtocolError(f"malformed {head.type!r} message: {error}") from error

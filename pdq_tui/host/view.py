@@ -1,0 +1,104 @@
+"""What a screen sees: one frozen picture of the session, taken on the screen's own timer.
+
+``Session.view()`` builds it under the session's lock; nothing in it changes afterwards, so a slow terminal can take
+as long as it likes while the reader threads go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdq_tui.core.policy import Policy
+from pdq_tui.core.protocol import (
+    ArmReady,
+    DeviceInfo,
+    ModelInfo,
+    Request,
+    SensorSample,
+    SensorState,
+    WorkloadReady,
+)
+from pdq_tui.core.stats import Ratio, Summary
+
+#: (seconds on the session's clock, value); None is a gap.
+Point = tuple[float, float | None]
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """``state``: starting, loading, packing, ready, running, measuring, stalled, restarting, dead."""
+
+    state: str = "starting"
+    text: str = ""
+    since_s: float = 0.0
+    pid: int | None = None
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class TaskView:
+    task: str
+    label: str
+    done: float
+    total: float | None
+    unit: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ArmView:
+    """One arm. ``wanted`` is the policy asked for, ``ready`` what the engine really has; ``refused`` why they differ.
+
+    ``stats`` and ``series`` are keyed by metric id (``core.metrics``).
+    """
+
+    arm: str
+    wanted: Policy | None = None
+    ready: ArmReady | None = None
+    refused: str | None = None
+    pending: bool = False
+    requests: int = 0
+    first_use: int = 0
+    invalid: int = 0
+    invalid_reason: str | None = None
+    stats: dict[str, Summary] = field(default_factory=dict)
+    series: dict[str, tuple[Point, ...]] = field(default_factory=dict)
+    last: Request | None = None
+
+
+@dataclass(frozen=True)
+class NoteView:
+    """A line of the event log. ``clock`` is wall time HH:MM:SS; ``level``: info, warn, error."""
+
+    clock: str
+    level: str
+    text: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True)
+class SessionView:
+    run_id: str
+    run_dir: str
+    elapsed_s: float
+    engine: EngineView
+    active: str
+    interleave: bool
+    running: bool
+    tasks: tuple[TaskView, ...] = ()
+    model: ModelInfo | None = None
+    device: DeviceInfo | None = None
+    workload: WorkloadReady | None = None
+    workload_error: str | None = None
+    arms: dict[str, ArmView] = field(default_factory=dict)
+    ratios: dict[str, Ratio] = field(default_factory=dict)
+    sensor_state: SensorState | None = None
+    sensors: SensorSample | None = None
+    sensors_age_s: float | None = None
+    sensor_series: dict[str, tuple[Point, ...]] = field(default_factory=dict)
+    notes: tuple[NoteView, ...] = ()
+    snapshots: tuple[str, ...] = ()
+    live_tokens: int = 0
+    live_stage: str = ""
+    dropped: int = 0
+    journal_text: str = ""
