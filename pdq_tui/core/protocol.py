@@ -418,9 +418,13 @@ class Failure(Message):
 
 
 class Dropped(Message):
-    """How many droppable messages this worker has dropped so far because nobody read fast enough."""
+    """How many droppable messages this worker has dropped so far because nobody read fast enough.
+
+    ``role`` is filled in by the host.
+    """
 
     count: int
+    role: str = "engine"
 
 
 class Pong(Message):
@@ -502,7 +506,8 @@ class WorkerStarted(Message):
 
 
 class WorkerExited(Message):
-    """``text`` is the sentence for the person; ``expected`` is True after Shutdown."""
+    """``text`` is the sentence for the person; ``expected`` is True after Shutdown; ``replaced`` is True when a new
+    worker takes its place without being asked."""
 
     role: str
     pid: int
@@ -510,6 +515,7 @@ class WorkerExited(Message):
     expected: bool
     text: str
     tail: str = ""
+    replaced: bool = False
 
 
 class SnapshotSaved(Message):
@@ -564,6 +570,10 @@ DROPPABLE: Final = (Progress, StageSample, SensorSample)
 
 class ProtocolError(PdqError):
     """A line that is not of this protocol's version, or not a message at all."""
+
+
+class VersionError(ProtocolError):
+    """A message of another protocol version: nothing that follows can be trusted."""
 
 
 class UnknownTypeError(PdqError):
@@ -636,7 +646,7 @@ def _decode(line: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise ProtocolError(f"not a message: {line[:80]!r}") from error
     if head.v != VERSION:
-        raise ProtocolError(
+        raise VersionError(
             f"this line speaks protocol version {head.v}, this program version {VERSION}",
             "use the same pdq-tui version for the run and for reading it",
         ) from error
