@@ -645,6 +645,8 @@ def _decode(line: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
         head = _head.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise ProtocolError(f"not a message: {line[:80]!r}") from error
+    if not head.type:
+        raise ProtocolError(f"not a message: {line[:80]!r}") from error
     if head.v != VERSION:
         raise VersionError(
             f"this line speaks protocol version {head.v}, this program version {VERSION}",
