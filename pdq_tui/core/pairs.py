@@ -1,0 +1,252 @@
+"""Paired blocks: from requests to block differences, ratios and judgements.
+
+The unit is one block. In ABBA, d = ½·Σ ln B − ½·Σ ln A; a linear drift cancels inside the block. The reference run
+again as its own rival (``control``) says how large a difference means nothing here, today.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from pdq_tui.core.metrics import METRICS, PRIMARY, RATIO_METRICS
+from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
+from pdq_tui.core.stats import (
+    ALPHA,
+    BETTER,
+    LOOK_ALPHA,
+    LOOKS,
+    UNSURE,
+    WORSE,
+    Interval,
+    Ratio,
+    block_interval,
+    holm_alphas,
+    judge,
+    threshold,
+    two_sided_p,
+)
+
+#: One block's requests by contender: (arm, is the control).
+Block = dict[tuple[str, bool], list[Request]]
+
+
+def counted(request: Request) -> bool:
+    """Whether a request's times may enter a figure."""
+    left_out = request.warmup or request.kind == "warmup" or request.first_use or request.cancelled
+    return request.valid and not left_out
+
+
+def blocks_of(requests: Sequence[Request]) -> list[Block]:
+    """The blocks in their order. A loop that is started again counts from block 0 again: a step back in (block, slot)
+    begins a new series, so that two starts are never paired with each other."""
+    found: list[Block] = []
+    last: tuple[int, int] | None = None
+    for r in requests:
+        if r.block is None or r.slot is None or r.kind in ("solo", "warmup"):
+            continue
+        here = (r.block, r.slot)
+        if last is None or here <= last or r.block != last[0]:
+            found.append({})
+        last = here
+        if counted(r):  # a slot that does not count leaves its contender one short, and so its pairs out
+            found[-1].setdefault((r.arm, r.control), []).append(r)
+    return found
+
+
+def block_difference(
+    block: Block,
+    metric: str,
+    reference: tuple[str, bool],
+    arm: tuple[str, bool],
+    device: DeviceInfo | None = None,
+    model: ModelInfo | None = None,
+) -> float | None:
+    """Mean ln of ``arm`` minus mean ln of ``reference`` in one block; None unless both took part twice (as often as
+    each other) and every value is there and positive."""
+    ours, theirs = block.get(arm, []), block.get(reference, [])
+    if len(ours) < 2 or len(ours) != len(theirs):
+        return None
+    of = METRICS[metric].of
+    logs = []
+    for side in (ours, theirs):
+        values = [of(r, device, model) for r in side]
+        positive = [math.log(v) for v in values if v is not None and math.isfinite(v) and v > 0]
+        if len(positive) != len(values):
+            return None
+        logs.append(statistics.fmean(positive))
+    return logs[0] - logs[1]
+
+
+def differences(
+    blocks: Sequence[Block],
+    metric: str,
+    reference: str,
+    arm: str,
+    *,
+    control: bool = False,
+    device: DeviceInfo | None = None,
+    model: ModelInfo | None = None,
+) -> list[float]:
+    """Block differences of ``arm`` against ``reference``; with ``control`` of the reference against itself."""
+    rival = (reference, True) if control else (arm, False)
+    found = [block_difference(b, metric, (reference, False), rival, device, model) for b in blocks]
+    return [d for d in found if d is not None]
+
+
+def ratios(
+    requests: Sequence[Request],
+    reference: str,
+    arms: Sequence[str],
+    min_effect: float = 0.01,
+    provisional: bool = False,
+    *,
+    device: DeviceInfo | None = None,
+    model: ModelInfo | None = None,
+    metrics: Sequence[str] = RATIO_METRICS,
+    conditions: Mapping[str, str] | None = None,
+) -> list[Ratio]:
+    """arm / reference for each arm but the reference and each metric, from paired blocks.
+
+    Only requests of the policy that an arm follows now (its last request's) are paired. ``ci95`` is the plain 95 %
+    interval; the word follows Holm's levels for all but the primary metric. ``provisional``: live figures, whose words
+    appear only at the planned looks; between two looks the last decided word stands. ``conditions``: arm → what
+    differed while it was measured, which makes every word of it "unsure".
+    """
+    current = _current_policy(requests)
+    blocks = blocks_of(current)
+    rows: list[Ratio] = []
+    for arm in arms:
+        if arm == reference:
+            continue
+        blocked = (conditions or {}).get(arm) or _conditions(current, reference, arm)
+        rows += _arm_ratios(blocks, reference, arm, min_effect, provisional, device, model, metrics, blocked)
+    return rows
+
+
+def noise_floor(
+    requests: Sequence[Request],
+    reference: str,
+    *,
+    device: DeviceInfo | None = None,
+    model: ModelInfo | None = None,
+    metrics: Sequence[str] = RATIO_METRICS,
+) -> dict[str, float | None]:
+    """Half-width of the A/A control's 95 % interval by metric, as a fraction; None where there is no control."""
+    blocks = blocks_of(_current_policy(requests))
+    floors: dict[str, float | None] = {}
+    for metric in metrics:
+        d = differences(blocks, metric, reference, reference, control=True, device=device, model=model)
+        interval = block_interval(d)
+        floors[metric] = None if interval is None else math.expm1(interval.half_width)
+    return floors
+
+
+def _current_policy(requests: Sequence[Request]) -> list[Request]:
+    now = {r.arm: r.policy_digest for r in requests}
+    return [r for r in requests if r.policy_digest == now[r.arm]]
+
+
+def _conditions(requests: Sequence[Request], reference: str, arm: str) -> str | None:
+    """What in the requests themselves forbids a word: unequal output lengths, or an eager run on a GPU."""
+    mine = [r for r in requests if r.block is not None and counted(r)]
+    if any(r.eager_launch_bound for r in mine if r.arm in (reference, arm)):
+        return "eager: launch-bound"
+    made = {a: {tuple(r.output_tokens) for r in mine if r.arm == a} for a in (reference, arm)}
+    if made[reference] and made[arm] and made[reference] != made[arm]:
+        return "output counts differ"
+    return None
+
+
+def _arm_ratios(
+    blocks: Sequence[Block],
+    reference: str,
+    arm: str,
+    min_effect: float,
+    provisional: bool,
+    device: DeviceInfo | None,
+    model: ModelInfo | None,
+    metrics: Sequence[str],
+    blocked: str | None,
+) -> list[Ratio]:
+    found = {m: differences(blocks, m, reference, arm, device=device, model=model) for m in metrics}
+    control = {
+        m: differences(blocks, m, reference, reference, control=True, device=device, model=model)
+        for m in metrics
+    }
+    words = (
+        _live_words(found, control, min_effect) if provisional else _words(found, control, min_effect, ALPHA)
+    )
+    rows = []
+    for metric in metrics:
+        d = found[metric]
+        interval, floor = block_interval(d), block_interval(control[metric])
+        word, reason = words[metric], blocked
+        if blocked is not None or interval is None:
+            word = UNSURE
+            reason = blocked or f"{len(d)} block{'' if len(d) == 1 else 's'}"
+        elif provisional and len(d) < LOOKS[0]:
+            reason = f"{len(d)} of {LOOKS[0]} blocks"
+        elif word == UNSURE:
+            reason = "the interval neither leaves the threshold nor lies inside it"
+        rows.append(
+            Ratio(
+                reference=reference,
+                arm=arm,
+                metric=metric,
+                ratio=None if not d else math.exp(math.fsum(d) / len(d)),
+                ci95=None if interval is None else (math.exp(interval.low), math.exp(interval.high)),
+                judgement=word,
+                blocks=len(d),
+                threshold=threshold(min_effect, floor),
+                noise_floor=None if floor is None else math.expm1(floor.half_width),
+                provisional=provisional and len(d) not in LOOKS,
+                reason=reason,
+            )
+        )
+    return rows
+
+
+def _live_words(
+    found: Mapping[str, Sequence[float]], control: Mapping[str, Sequence[float]], min_effect: float
+) -> dict[str, str]:
+    """The words at the planned looks: the first look that decides a metric decides it."""
+    words = dict.fromkeys(found, UNSURE)
+    for look in LOOKS:
+        ready = {m: d[:look] for m, d in found.items() if len(d) >= look}
+        if not ready:
+            break
+        seen = _words(ready, {m: control[m][:look] for m in ready}, min_effect, LOOK_ALPHA)
+        for metric, word in seen.items():
+            if words[metric] == UNSURE:
+                words[metric] = word
+    return words
+
+
+def _words(
+    found: Mapping[str, Sequence[float]],
+    control: Mapping[str, Sequence[float]],
+    min_effect: float,
+    alpha: float,
+) -> dict[str, str]:
+    """Judgement of each metric: the primary at ``alpha``, the others at Holm's levels."""
+    words: dict[str, str] = {}
+
+    def one(metric: str, level: float) -> tuple[str, Interval | None]:
+        interval = block_interval(found[metric], level)
+        delta = threshold(min_effect, block_interval(control[metric]))
+        return judge(interval, delta, METRICS[metric].better), interval
+
+    if PRIMARY in found:
+        words[PRIMARY] = one(PRIMARY, alpha)[0]
+    rest = [m for m in found if m != PRIMARY]
+    p = [two_sided_p(block_interval(found[m]), found[m]) for m in rest]
+    levels = holm_alphas(p, alpha)
+    stopped = False
+    for i in sorted(range(len(rest)), key=lambda i: p[i]):
+        word, interval = one(rest[i], levels[i])
+        # Holm stops at the first metric whose interval holds 0; none after it may be called different.
+        stopped = stopped or interval is None or interval.low <= 0 <= interval.high
+        words[rest[i]] = UNSURE if stopped and word in (BETTER, WORSE) else word
+    return words
