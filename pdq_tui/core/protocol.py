@@ -245,8 +245,11 @@ class TaskEnded(Message):
 
 
 class ModelReady(Message):
+    """``attention``: the attention implementation that runs, None where the worker did not say."""
+
     model: ModelInfo
     device: DeviceInfo
+    attention: str | None = None
     load_peak_bytes: int | None = None
     load_peak_reason: str | None = None
 

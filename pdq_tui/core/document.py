@@ -1,0 +1,386 @@
+"""The JSON document of a run: the contract that scripts read. Strict JSON: missing is null with ``<key>_reason``.
+
+Fractions (mfu, mbu, explained, noise, drift) are fractions, times are milliseconds, memory is bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from pdq_tui.core.arms import arm_stats, counts, drift, timed
+from pdq_tui.core.facts import Facts, clocks, collect, slowed
+from pdq_tui.core.metrics import RATIO_METRICS
+from pdq_tui.core.pairs import blocks_of, noise_floor, ratios
+from pdq_tui.core.protocol import Request
+from pdq_tui.core.stats import Quantiles, Ratio, Summary, quantiles
+
+SCHEMA: Final = 1
+#: A change between the first and the last third of a run from here on is a warning.
+DRIFT_WARNING: Final = 0.05
+_NO_ENERGY: Final = (
+    "needs windows of at least 5 s in one stage on the energy counter, which this version does not make"
+)
+
+Json = dict[str, Any]
+
+
+def put(into: Json, key: str, value: Any, reason: str = "not known") -> None:
+    """Set ``key``; None gets ``<key>_reason`` beside it. Numbers that are not finite are missing, too."""
+    if isinstance(value, float) and not math.isfinite(value):
+        value, reason = None, f"not a finite number ({reason})"
+    into[key] = value
+    if value is None:
+        into[f"{key}_reason"] = reason
+
+
+def summary_json(s: Summary) -> Json:
+    """{"median", "ci95", "n", "unit"} with ``ci95_reason`` and ``note`` where there is something to say."""
+    out: Json = {}
+    put(out, "median", s.median, s.reason or "nothing was measured")
+    put(out, "ci95", list(s.ci95) if s.ci95 else None, s.reason or "too few values")
+    out.update(n=s.n, unit=s.unit)
+    if s.note:
+        out["note"] = s.note
+    return out
+
+
+def quantiles_json(q: Quantiles) -> Json:
+    out: Json = {}
+    for key in ("p50", "p90", "max"):
+        put(out, key, getattr(q, key), q.reason or "nothing was measured")
+    put(out, "p99", q.p99, q.p99_reason or "nothing was measured")
+    if q.p99_ci95:
+        out["p99_ci95"] = list(q.p99_ci95)
+    out.update(n=q.n, units=q.units, unit=q.unit)
+    return out
+
+
+def run_document(
+    meta: Mapping[str, Any], events: Iterable[Any], reference: str | None = None, min_effect: float = 0.01
+) -> Json:
+    """The document of one run from its meta.json and its events in order. The first arm is the reference: the one
+    named, "B" of the app's two arms, else the first of a headless run."""
+    facts = collect(events)
+    labels = facts.labels(reference)
+    current = sorted((r for label in labels for r in facts.of(label)), key=lambda r: (r.t_ns, r.request))
+    doc = setup_document(meta, facts, len(complete_blocks(current, labels)))
+    doc["arms"] = [arm_document(facts, label) for label in labels]
+    rows: list[Ratio] = []
+    floors: dict[str, float | None] = {}
+    if labels:
+        rows = ratios(
+            current,
+            labels[0],
+            labels,
+            min_effect,
+            device=facts.device,
+            model=facts.model,
+            conditions=conditions(facts, labels),
+        )
+        floors = noise_floor(current, labels[0], device=facts.device, model=facts.model)
+    doc["ratios"] = [ratio_json(r) for r in rows]
+    doc["noise_floor"] = {}
+    for metric in RATIO_METRICS:
+        put(doc["noise_floor"], metric, floors.get(metric), "no repeated control of at least two blocks")
+    doc["warnings"] = warnings(facts, labels)
+    return doc
+
+
+def complete_blocks(requests: Sequence[Request], labels: Sequence[str]) -> list[Any]:
+    """The blocks in which every arm took part twice and counted."""
+    return [b for b in blocks_of(requests) if all(len(b.get((a, False), ())) >= 2 for a in labels)]
+
+
+def conditions(facts: Facts, labels: Sequence[str]) -> dict[str, str]:
+    """arm → why nothing may be said of it: it, or the reference, is invalid."""
+    bad = {a: f"{a}: {why}" for a in labels if (why := invalid_reason(facts.of(a))) is not None}
+    return {a: why for a in labels[1:] if (why := bad.get(a) or bad.get(labels[0])) is not None}
+
+
+def setup_document(meta: Mapping[str, Any], facts: Facts, blocks: int) -> Json:
+    """Everything but the arms: tool, host, device, libraries, model, workload."""
+    doc: Json = {"schema": SCHEMA, "run": meta.get("id"), "started": meta.get("started")}
+    doc["tool"] = {"version": dict(meta.get("tool") or {}).get("version")}
+    host = dict(meta.get("host") or {})
+    threads = facts.device.threads if facts.device else host.get("threads")
+    doc["host"] = {**host}
+    put(doc["host"], "cpu", (facts.device and facts.device.cpu) or host.get("cpu"))
+    put(doc["host"], "threads", threads)
+    put(doc["host"], "memory", host.get("memory"))
+    if facts.device and facts.device.threads_reason:
+        doc["host"]["threads_note"] = facts.device.threads_reason
+    put(doc, "device", _device(facts), "the engine never reported a device")
+    doc["libraries"] = {**dict(meta.get("libraries") or {}), **facts.libraries}
+    driver = facts.sensor_state.driver if facts.sensor_state else None
+    put(doc, "driver", driver, facts.sensor_state.text if facts.sensor_state else "no sensors")
+    put(doc, "model", _model(facts), "no model was loaded")
+    put(doc, "workload", _workload(meta, facts, blocks), "no workload was set")
+    return doc
+
+
+def _device(facts: Facts) -> Json | None:
+    d = facts.device
+    if d is None:
+        return None
+    out: Json = {"name": d.name, "kind": d.kind}
+    put(out, "uuid", d.uuid, "a CPU has none" if d.kind == "cpu" else "not reported by the device")
+    put(out, "memory", d.memory_bytes)
+    put(out, "interconnect", None, "not measured by this version")
+    put(out, "clocks", clocks(facts, facts.requests), "no sensor sample fell into the measured windows")
+    put(out, "capability", list(d.capability) if d.capability else None, "not a CUDA device")
+    put(out, "read_peak_gbps", d.read_peak_gbps, "no read peak was measured")
+    out["read_peak_method"] = d.read_peak_method
+    out["compute_peak_tflops"] = dict(d.compute_peak_tflops)
+    out["memory_method"] = d.memory_method
+    return out
+
+
+def _model(facts: Facts) -> Json | None:
+    m = facts.model
+    if m is None:
+        return None
+    out: Json = {
+        "id": m.id,
+        "parameters": m.parameters,
+        "layers": m.layers,
+        "dtype": m.dtype,
+        "family": m.family,
+    }
+    put(out, "revision", m.revision, "not from a hub")
+    put(out, "sha256", m.sha256, "the weights were not hashed")
+    put(out, "load_peak_bytes", facts.load_peak_bytes, facts.load_peak_reason or "not measured")
+    out["notes"] = list(m.notes)
+    return out
+
+
+def _workload(meta: Mapping[str, Any], facts: Facts, blocks: int) -> Json | None:
+    ready = facts.workload
+    if ready is None:
+        return None
+    w = ready.workload
+    out: Json = {}
+    put(out, "prompt_tokens", w.prompt_tokens, "each prompt has its own length: see prompt_lengths")
+    attention = facts.attention or meta.get("attention")
+    out |= {
+        "prompt_lengths": list(ready.lengths),
+        "output_tokens": w.output_tokens,
+        "batch": w.batch,
+        "stop": w.stop,
+        "stop_note": "exactly output_tokens are made, EOS is ignored" if w.stop == "fixed" else "ends at EOS",
+        "prompts": w.prompts,
+        "prompts_sha256": ready.prompts_sha256,
+        "digest": w.digest,
+        "seed": w.seed,
+        "blocks": blocks,
+        "chat_template": ready.chat_template_applied,
+        "refused": [msgspec.to_builtins(r) for r in ready.refused],
+        "notes": list(ready.notes),
+    }
+    put(out, "attention", attention, "the engine did not say which attention it uses")
+    return out
+
+
+def invalid_reason(requests: Sequence[Request]) -> str | None:
+    """Why an arm's figures may be shown but never ranked; None if every request of it is valid."""
+    for r in requests:
+        if not r.valid:
+            where = f" (first in {r.nonfinite.stage}, step {r.nonfinite.step})" if r.nonfinite else ""
+            return f"{r.invalid_reason or 'invalid'}{where}"
+    return None
+
+
+def arm_document(facts: Facts, label: str) -> Json:
+    """``arms[]`` of the contract for one arm."""
+    requests = facts.of(label)
+    ready = facts.arms.get(label)
+    stats = arm_stats(requests, facts.device, facts.model)
+    used = timed(requests)
+    solo = [r for r in requests if r.kind == "solo" and r.valid and not r.cancelled]
+    memory_from = solo or used
+    out: Json = {"label": label}
+    policy = ready.policy if ready else None
+    put(out, "policy", policy.name if policy else (requests[-1].policy if requests else None))
+    put(out, "policy_digest", policy.digest if policy else (requests[-1].policy_digest if requests else None))
+    put(out, "policy_text", msgspec.to_builtins(policy) if policy else None, "the engine never had it ready")
+    put(out, "storage", policy.storage if policy else None, "the engine never had it ready")
+    for stage, ids in (("prefill", _PREFILL), ("decode", _DECODE)):
+        part: Json = {}
+        for key, metric in ids.items():
+            _put_summary(part, key, stats[metric])
+        if stage == "decode":
+            part["itl_ms"] = quantiles_json(quantiles([r.itl_ms for r in used], "ms"))
+            values = sorted(r.bytes_per_step for r in used if r.bytes_per_step is not None)
+            put(
+                part,
+                "bytes_per_step",
+                values[len(values) // 2] if values else None,
+                "no decode step was made",
+            )
+            wasted = [r.bytes_per_step_wasted for r in used if r.bytes_per_step_wasted is not None]
+            put(part, "bytes_per_step_wasted", max(wasted, default=None), "not counted")
+        put(part, "energy_j_per_token", None, _NO_ENERGY)
+        peaks = [v for r in memory_from if (v := getattr(r, f"{stage}_peak_bytes")) is not None]
+        put(part, "peak_bytes", max(peaks, default=None), "this device has no counter for it")
+        covered = ready.coverage.get(stage) if ready else None
+        part["kernels"] = sorted(covered.kernels) if covered else []
+        part["formats"] = dict(covered.formats) if covered else {}
+        out[stage] = part
+    for key in ("handoff_ms", "e2e_ms"):
+        _put_summary(out, key, stats[key])
+    _put_weights(out, facts, label)
+    _put_summary(out, "gap_ms", stats["gap_ms"])
+    steady = stats["steady_bytes"]
+    put(out, "steady_bytes", None if steady.median is None else round(steady.median), steady.reason or "")
+    out["memory_from"] = "solo pass" if solo else "shared session"
+    put(out, "memory_method", next((r.memory_method for r in memory_from if r.memory_method), None))
+    out["fallbacks"] = [msgspec.to_builtins(f) for f in ready.fallbacks] if ready else []
+    bad = invalid_reason(requests)
+    out["valid"] = bad is None and bool(used)
+    if not out["valid"]:
+        out["valid_reason"] = bad or "no request counted"
+    put(out, "text_sha256", text_sha256(used), "no text was recorded")
+    out["requests"] = msgspec.to_builtins(counts(requests))
+    out["drift"] = {}
+    for metric, value in drift(requests, facts.device, facts.model).items():
+        put(out["drift"], metric, value, "fewer than 6 requests")
+    return out
+
+
+_PREFILL: Final = {
+    "ttft_ms": "ttft_ms",
+    "prefill_ms": "prefill_ms",
+    "tokens_per_s": "prefill_tokens_per_s",
+    "mfu": "prefill_mfu",
+    "explained": "prefill_explained",
+}
+_DECODE: Final = {
+    "tpot_ms": "tpot_ms",
+    "step_ms": "decode_step_ms",
+    "tokens_per_s": "decode_tokens_per_s",
+    "bandwidth_gbps": "bandwidth_gbps",
+    "mbu": "mbu",
+    "explained": "decode_explained",
+}
+
+
+def _put_summary(into: Json, key: str, s: Summary) -> None:
+    put(into, key, None if s.median is None else summary_json(s), s.reason or "nothing was measured")
+
+
+def _put_weights(out: Json, facts: Facts, label: str) -> None:
+    ready = facts.arms.get(label)
+    if ready is None:
+        for key in ("weights", "kv", "session_resident_bytes", "coverage"):
+            put(out, key, None, "the engine never had this policy ready")
+        return
+    w = ready.weights
+    by_stage = w.bits_per_weight
+    bits = {v for v in by_stage.values() if v is not None}
+    weights: Json = {
+        "stored_bytes": w.stored_bytes,
+        "prefill_bytes": w.prefill_bytes,
+        "decode_bytes": w.decode_bytes,
+        "shared_bytes": w.shared_bytes,
+        "extra_bytes": w.extra_bytes,
+        "kept_bytes": w.kept_bytes,
+    }
+    one = next(iter(bits)) if len(bits) == 1 else None
+    put(weights, "bits_per_weight", one, "differs by stage" if bits else "nothing was converted")
+    weights["bits_per_weight_by_stage"] = {}
+    for stage, value in by_stage.items():
+        put(weights["bits_per_weight_by_stage"], stage, value, "nothing was converted in this stage")
+    kv: Json = {"bytes_per_token": ready.kv.bytes_per_token, "dtype": ready.kv.dtype}
+    put(kv, "capacity_tokens", ready.kv.capacity_tokens, "free memory is not known")
+    out["weights"], out["kv"] = weights, kv
+    out["session_resident_bytes"] = w.session_resident_bytes
+    out["coverage"] = {stage: msgspec.to_builtins(c) for stage, c in ready.coverage.items()}
+
+
+def text_sha256(requests: Sequence[Request]) -> str | None:
+    """Over the first answer to each prompt, by prompt number; equal between two arms that wrote the same."""
+    answers: dict[int, str] = {}
+    for r in requests:
+        made = r.tokens_sha256 or r.text
+        if made is not None:
+            answers.setdefault(r.prompt, made)
+    if not answers:
+        return None
+    body = "\n".join(f"{n}:{answers[n]}" for n in sorted(answers))
+    return hashlib.sha256(body.encode("utf-8", "replace")).hexdigest()
+
+
+def ratio_json(r: Ratio) -> Json:
+    out: Json = {"reference": r.reference, "arm": r.arm, "metric": r.metric}
+    put(out, "ratio", r.ratio, r.reason or "no complete block")
+    put(out, "ci95", list(r.ci95) if r.ci95 else None, r.reason or "fewer than 2 blocks")
+    out |= {"judgement": r.judgement, "blocks": r.blocks}
+    if r.reason:
+        out["judgement_reason"] = r.reason
+    put(out, "threshold", None if r.threshold is None else math.expm1(r.threshold))
+    put(out, "noise_floor", r.noise_floor, "no repeated control of at least two blocks")
+    return out
+
+
+def warnings(facts: Facts, labels: Sequence[str]) -> list[str]:
+    """Sentences about everything that a reader of the figures must know."""
+    out: list[str] = []
+    for label in labels:
+        out += _arm_warnings(facts, label)
+    if facts.superseded:
+        out.append(f"{facts.superseded} requests of an earlier workload or model are left out")
+    for end in facts.ended[-1:]:
+        if end.reason != "done" and end.reason != "stopped":
+            out.append(f"the run ended early ({end.reason}) after {end.blocks} blocks")
+    out += [f"{e.role} worker: {e.text}" for e in facts.exits if not e.expected]
+    out += [f"{f.kind}: {f.message}" for f in facts.failures]
+    out += [n.text for n in facts.notes if n.level in ("warn", "error")]
+    return list(dict.fromkeys(out))
+
+
+def _arm_warnings(facts: Facts, label: str) -> list[str]:
+    requests = facts.of(label)
+    ready = facts.arms.get(label)
+    used = timed(requests)
+    out = [f"{label}: {w}" for w in ready.warnings] if ready else []
+    for f in ready.fallbacks if ready else ():
+        times = f" in {f.modules} modules" if f.modules != 1 else ""
+        out.append(f"{label}: {f.stage} of {f.module} runs {f.used} instead of {f.wanted}{times}: {f.reason}")
+    c = counts(requests)
+    left = [
+        (c.first_use, "first-use"),
+        (c.invalid, "invalid"),
+        (c.cancelled, "cancelled"),
+        (c.warmup, "warm-up"),
+    ]
+    told = ", ".join(f"{n} {name}" for n, name in left if n)
+    if told:
+        out.append(f"{label}: not in the figures: {told} requests")
+    bad = invalid_reason(requests)
+    if bad is not None:
+        out.append(f"{label}: invalid, may not be ranked: {bad}")
+    made = sorted({n for r in used for n in r.output_tokens})
+    if len(made) > 1:
+        out.append(f"{label}: requests made {made[0]} to {made[-1]} tokens; E2E is over unequal work")
+    if any(r.eager_launch_bound for r in used):
+        out.append(f"{label}: eager: launch-bound, no verdict")
+    for metric, value in drift(requests, facts.device, facts.model).items():
+        if value is not None and abs(value) > DRIFT_WARNING:
+            out.append(
+                f"{label}: {metric} drifted by {value:+.1%} from the first to the last third of the run"
+            )
+    limits = slowed(facts, requests)
+    if limits:
+        out.append(f"{label}: the GPU was slowed down while it was measured: {', '.join(limits)}")
+    answers: dict[int, set[str]] = {}
+    for r in used:
+        if r.tokens_sha256:
+            answers.setdefault(r.prompt, set()).add(r.tokens_sha256)
+    unsteady = sum(len(s) > 1 for s in answers.values())
+    if unsteady:
+        out.append(f"{label}: {unsteady} of {len(answers)} prompts got different answers on repetition")
+    return out
