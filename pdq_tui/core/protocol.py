@@ -154,6 +154,7 @@ class DeviceInfo(msgspec.Struct, kw_only=True):
     threads: int = 1
     threads_reason: str = ""
     cpu: str = ""
+    isa: list[str] = msgspec.field(default_factory=list)
     memory_method: str = ""
     last_level_cache_bytes: int | None = None
     read_peak_gbps: float | None = None
