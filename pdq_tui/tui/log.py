@@ -1,0 +1,151 @@
+"""The log: what happened in this run, and what the engine's libraries printed, which must never reach the terminal."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual import work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+
+from pdq_tui.host.view import NoteView, SessionView
+from pdq_tui.tui.lines import Line, LineList, drawn, literal
+from pdq_tui.tui.log_tail import Entry, LogTail
+from pdq_tui.tui.page import Page
+
+_ROLES = {"info": "", "warn": "warn", "error": "bad"}
+_MARKS = {"info": " ", "warn": "!", "error": "✗"}
+
+
+class LogScreen(Page):
+    """Events above, the engine's stderr below. Both stay at their end until scrolled up; G follows again."""
+
+    TITLE_WORD = "6 LOG"
+    DEFAULT_CSS = """
+    LogScreen {
+        & #events { height: 1fr; }
+        & #engine { height: 1fr; }
+        &.-no-engine #engine { display: none; }
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("i", "level('info')", "Info", id="log.info", tooltip="show or hide information"),
+        Binding("W", "level('warn')", "Warnings", id="log.warn", tooltip="show or hide warnings"),
+        Binding("E", "level('error')", "Errors", id="log.error", tooltip="show or hide errors"),
+        Binding("l", "engine", "Engine log", id="log.engine", tooltip="show or hide what the engine printed"),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = {"info", "warn", "error"}
+        self.tail: LogTail | None = None
+        self._shown: object = None
+
+    def compose_body(self) -> ComposeResult:
+        for name, title in (("events", "events"), ("engine", "engine log")):
+            box = LineList(id=name, cursor=False, follow=True)
+            box.add_class("panel")
+            box.border_title = title
+            yield box
+
+    def started(self) -> None:
+        self.query_one("#engine", LineList).focus()
+        self._tick()
+        self.set_interval(0.5, self._tick)
+
+    def _tick(self) -> None:
+        view: SessionView = self._session().view()
+        path = Path(view.run_dir) / "stderr.log"
+        if self.tail is None or self.tail.path != path:
+            self.tail = LogTail(path)
+        if self.is_current:
+            self._show_events(view.notes)
+        # read on while another screen is in front, or lines would get the time of coming back as theirs
+        stage = view.live_stage if view.running and view.live_stage else view.engine.state
+        self._read(self.tail, f"{datetime.now():%H:%M:%S} {literal(stage)}", self.wanted)
+
+    def _session(self) -> Any:
+        return getattr(self.app, "session")  # noqa: B009 - the app's class is not this room's to know
+
+    def on_screen_resume(self) -> None:
+        if self.is_mounted:
+            self._tick()
+
+    # A log on a slow home must not hold up the keys, hence the thread.
+    @work(thread=True, group="tail")
+    def _read(self, tail: LogTail, stamp: str, wanted: str, force: bool = False) -> None:
+        if not tail.busy.acquire(blocking=force):
+            return
+        try:
+            # what stands in the file before the first look came at an unknown time
+            changed = tail.read(stamp if tail.looked else "")
+            lines = engine_lines(tail, wanted) if changed or force else None
+            total = len(tail.entries) + bool(tail.partial)
+        finally:
+            tail.busy.release()
+        if lines is not None:
+            self.app.call_from_thread(self._show_engine, tail, lines, wanted, total)
+
+    def _show_events(self, notes: tuple[NoteView, ...], force: bool = False) -> None:
+        if notes is self._shown and not force:
+            return
+        self._shown = notes
+        lines = []
+        for note in notes:
+            text = literal(note.text) + (f" ({literal(note.hint)})" if note.hint else "")
+            if note.level in self.levels and self.wanted in text.lower():
+                mark = drawn(self.app, _MARKS.get(note.level, " "))
+                lines.append(
+                    Line(((f"{note.clock} ", "dim"), (f"{mark} {text}", _ROLES.get(note.level, ""))))
+                )
+        box = self.query_one("#events", LineList)
+        box.set_lines(lines)
+        box.border_subtitle = (
+            f"{len(lines)} of {len(notes)}  levels {' '.join(sorted(self.levels)) or 'none'}"
+        )
+
+    def _show_engine(self, tail: LogTail, lines: list[Line], wanted: str, total: int) -> None:
+        if tail is not self.tail or wanted != self.wanted:
+            return
+        box = self.query_one("#engine", LineList)
+        box.set_lines(lines)
+        box.border_subtitle = literal(f"{len(lines)} of {total} lines  {tail.path}")
+
+    # -- what is shown
+
+    def filtered(self) -> None:
+        self._redraw()
+
+    def _redraw(self) -> None:
+        self._show_events(self._session().view().notes, force=True)
+        if self.tail is not None:
+            self._read(self.tail, "", self.wanted, force=True)
+
+    def action_level(self, level: str) -> None:
+        self.levels ^= {level}
+        self._redraw()
+        shown = [name for name in _ROLES if name in self.levels]
+        self.say(f"events shown: {', '.join(shown) or 'none'}")
+
+    def action_engine(self) -> None:
+        hidden = not self.has_class("-no-engine")
+        self.set_class(hidden, "-no-engine")
+        self.query_one("#events" if hidden else "#engine", LineList).focus()
+        self.say("engine log hidden; l shows it" if hidden else "engine log shown")
+
+
+def engine_lines(tail: LogTail, wanted: str) -> list[Line]:
+    """The tail's lines that hold ``wanted`` (lower case); for a thread, 5,000 of them are a few milliseconds."""
+    rows = [*tail.entries, Entry("", tail.partial)] if tail.partial else list(tail.entries)
+    lines = [
+        Line(((f"{row.when} ", "dim"), (literal(row.text), ""))) if row.when else Line.of(literal(row.text))
+        for row in rows
+        if wanted in row.text.lower()
+    ]
+    if tail.error:
+        lines.append(Line.of(literal(tail.error), "bad"))
+    return lines or [
+        Line.of("the engine has printed nothing" if not rows else "nothing matches the filter", "dim")
+    ]

@@ -1,0 +1,235 @@
+"""What can be edited of a policy, and what a value may become: pure functions under the Policies screen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from pdq_tui.core.policy import (
+    ACTIVATIONS,
+    GROUP_SIZES,
+    IMPLEMENTED_WEIGHTS,
+    KV_DTYPES,
+    ON_FALLBACK,
+    ON_MISFIT,
+    STAGES,
+    WEIGHTS,
+    Format,
+    Keep,
+    Policy,
+    Stage,
+    StagePolicy,
+    natural_storage,
+    parse_policy,
+    policy_to_toml,
+)
+from pdq_tui.errors import PdqError, UsageError
+from pdq_tui.tui.ask import Choice
+
+#: Precisions of a KV cache that other engines have; shown so that their absence is a statement, not a gap.
+_OTHER_KV = ("fp8", "int8", "int4")
+_NOT_HERE = "not in this version"
+
+_NOTES = {
+    "bf16": "the model's own dtype",
+    "int8": "8-bit weights, one scale per output channel",
+    "int4": "4-bit weights in groups of columns",
+    "model": "activations in the model's dtype",
+    "warn": "another kernel or format may stand in; said in the coverage table",
+    "fail": "the policy is refused where anything would have to stand in",
+    "smaller-group": "take the largest group that divides the layer",
+    "pad": "pad the layer's columns to whole groups",
+    "leave": "leave the layer in the model's dtype",
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One editable value. ``stage`` None: it holds for both stages. ``typed``: written as text, not chosen."""
+
+    id: str
+    label: str
+    stage: Stage | None = None
+    typed: bool = False
+
+
+FIELDS = (
+    Field("name", "name", typed=True),
+    *(
+        Field(f"{stage}.{key}", label, stage)
+        for stage in STAGES
+        for key, label in (
+            ("weights", "weights"),
+            ("activations", "activations"),
+            ("group_size", "group size"),
+        )
+    ),
+    Field("kv", "KV cache"),
+    Field("on_fallback", "on fallback"),
+    Field("on_misfit", "on misfit"),
+    Field("keep", "exceptions", typed=True),
+)
+BY_ID = {field.id: field for field in FIELDS}
+
+
+def value_of(policy: Policy, field: Field) -> str:
+    """The field's value as text; "-" for a group size where the format has none."""
+    if field.stage is not None:
+        value = getattr(policy.stage(field.stage), field.id.split(".")[1])
+        return str(value) if value else "-"
+    if field.id == "kv":
+        return (
+            policy.kv.decode
+            if policy.kv.prefill == policy.kv.decode
+            else f"{policy.kv.prefill}/{policy.kv.decode}"
+        )
+    if field.id == "keep":
+        return keep_text(policy.keep)
+    return str(getattr(policy, field.id))
+
+
+def note_of(policy: Policy, field: Field) -> str:
+    """Why a value is what it is, beside it."""
+    if field.id == "kv":
+        return "only the model's dtype in this version"
+    if field.id == "keep" and not policy.keep:
+        return "none; lm_head and embeddings stay in the model's dtype"
+    if field.stage is not None and field.id.endswith("group_size"):
+        weights = policy.stage(field.stage).weights
+        return "" if weights == "int4" else f"{weights} has no groups"
+    return ""
+
+
+def choices(policy: Policy, field: Field) -> list[Choice]:
+    """Every value of a chosen field, those refused here with the reason."""
+    if field.id == "kv":
+        here = [Choice(v, "the model's own dtype") for v in KV_DTYPES]
+        return here + [Choice(v, refused=_NOT_HERE) for v in _OTHER_KV]
+    if field.id in ("on_fallback", "on_misfit"):
+        return [Choice(v, _NOTES[v]) for v in (ON_FALLBACK if field.id == "on_fallback" else ON_MISFIT)]
+    assert field.stage is not None
+    weights = policy.stage(field.stage).weights
+    if field.id.endswith("weights"):
+        return [
+            Choice(v, _NOTES.get(v, ""), None if v in IMPLEMENTED_WEIGHTS else _NOT_HERE) for v in WEIGHTS
+        ]
+    if field.id.endswith("activations"):
+        needs = None if weights == "int8" else f"needs int8 weights, not {weights}"
+        return [
+            Choice("model", _NOTES["model"]),
+            Choice("int8", "8-bit per token: integer arithmetic (W8A8)", needs),
+            *(Choice(v, refused=_NOT_HERE) for v in ACTIVATIONS if v not in ("model", "int8")),
+        ]
+    if weights != "int4":
+        return [Choice(str(v), refused=f"{weights} has no groups") for v in GROUP_SIZES]
+    return [Choice(str(v), "columns that share one scale") for v in GROUP_SIZES]
+
+
+def changed(policy: Policy, field: Field, value: str) -> tuple[Policy, str]:
+    """The policy with one value changed, and a sentence about what had to change with it ("" for nothing).
+
+    Storage is derived. Raises UsageError for text that does not parse.
+    """
+    said = ""
+    if field.id == "name":
+        policy = msgspec.structs.replace(policy, name=value)
+    elif field.id == "keep":
+        policy = msgspec.structs.replace(policy, keep=parse_keep(value))
+    elif field.id == "kv":
+        policy = msgspec.structs.replace(
+            policy, kv=msgspec.structs.replace(policy.kv, prefill=value, decode=value)
+        )
+    elif field.id in ("on_fallback", "on_misfit"):
+        policy = msgspec.structs.replace(policy, **{field.id: value})
+    else:
+        assert field.stage is not None
+        stage, said = _stage_changed(policy.stage(field.stage), field, value)
+        policy = msgspec.structs.replace(policy, **{field.stage: stage})
+    storage = natural_storage(policy.prefill.format, policy.decode.format)
+    return msgspec.structs.replace(policy, storage=storage), said
+
+
+def _stage_changed(old: StagePolicy, field: Field, value: str) -> tuple[StagePolicy, str]:
+    key = field.id.split(".")[1]
+    if key == "activations":
+        return msgspec.structs.replace(old, activations=value), ""
+    if key == "group_size":
+        return msgspec.structs.replace(old, group_size=int(value)), ""
+    group = (old.group_size or 64) if value == "int4" else 0
+    activations = old.activations if value == "int8" else "model"
+    said = (
+        ""
+        if activations == old.activations
+        else f"activations back to model: int8 needs int8 weights, not {value}"
+    )
+    return StagePolicy(value, activations, group), said
+
+
+def stepped(policy: Policy, field: Field, step: int) -> str | None:
+    """The next (or previous) legal value of a chosen field, None where there is no other."""
+    legal = [c.value for c in choices(policy, field) if c.refused is None]
+    now = value_of(policy, field)
+    if now not in legal or len(legal) < 2:
+        return None
+    return legal[(legal.index(now) + step) % len(legal)]
+
+
+def wrong_with(policy: Policy) -> str | None:
+    """None for a valid policy, else the sentence of the very parser that reads policy files."""
+    try:
+        parse_policy(policy_to_toml(policy), policy.name or "policy")
+    except PdqError as error:
+        return str(error)
+    return None
+
+
+STORAGE_WORDS = {
+    "uniform": "one format in both stages: one copy",
+    "shared": "both stages read the same bytes: one copy",
+    "dual": "two formats, two copies of the weights in memory",
+}
+
+
+# -- exceptions by module name, as one line of text ----------------------------------------------------------------------
+
+
+def keep_text(keep: tuple[Keep, ...]) -> str:
+    """``*.layers.0.*, lm_head = bf16; *.mlp.* = int8 @decode``: patterns = format, @stage where only one."""
+    return "; ".join(
+        f"{', '.join(k.modules)} = {k.format.label}" + (f" @{k.stages[0]}" if k.stages != STAGES else "")
+        for k in keep
+    )
+
+
+def parse_keep(text: str) -> tuple[Keep, ...]:
+    """The inverse of ``keep_text``. Raises UsageError naming the part that is wrong and what is legal."""
+    found = []
+    for part in filter(None, (p.strip() for p in text.split(";"))):
+        names, equals, rest = part.rpartition("=")
+        if not equals:
+            raise UsageError(f"{part!r} names no format", "write patterns = format, e.g. *.layers.0.* = bf16")
+        label, _, stage = (word.strip() for word in rest.partition("@"))
+        modules = tuple(name.strip() for name in names.split(",") if name.strip())
+        if not modules:
+            raise UsageError(
+                f"{part!r} names no modules", "write patterns = format, e.g. *.layers.0.* = bf16"
+            )
+        if stage and stage not in STAGES:
+            raise UsageError(f"{stage!r} is not a stage", "legal: @prefill, @decode, or nothing for both")
+        stages: tuple[Stage, ...] = tuple(s for s in STAGES if s == stage) if stage else STAGES
+        fmt = _format(label)
+        found.append(Keep(modules, fmt.weights, fmt.activations, fmt.group_size, stages))
+    return tuple(found)
+
+
+def _format(label: str) -> Format:
+    if label == "w8a8":
+        return Format("int8", "int8")
+    if label in IMPLEMENTED_WEIGHTS and label != "int4":
+        return Format(label)
+    weights, _, group = label.partition("-g")
+    if weights == "int4" and (not group or (group.isdigit() and int(group) in GROUP_SIZES)):
+        return Format("int4", "model", int(group or 64))
+    legal = [w for w in IMPLEMENTED_WEIGHTS if w != "int4"] + ["w8a8"] + [f"int4-g{g}" for g in GROUP_SIZES]
+    raise UsageError(f"{label!r} is not a format", f"legal: {', '.join(legal)}")
