@@ -355,7 +355,6 @@ def _arm_warnings(facts: Facts, label: str) -> list[str]:
         (c.first_use, "first-use"),
         (c.invalid, "invalid"),
         (c.cancelled, "cancelled"),
-        (c.warmup, "warm-up"),
     ]
     told = ", ".join(f"{n} {name}" for n, name in left if n)
     if told:

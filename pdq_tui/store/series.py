@@ -1,0 +1,254 @@
+"""The Parquet series of a snapshot: explicit schemas on writing, a tolerant reader.
+
+requests  one row a request, in the order they ran.       tokens  one row a decode step.
+sensors   one row a sample and GPU (one row without GPU). Missing is null, never NaN or 0.
+
+A reader of another version adds nulls for columns that a file lacks, widens numbers, and keeps columns it does not
+know, so that files of different versions can be read side by side in any order.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import polars as pl
+
+from pdq_tui.core import protocol as p
+from pdq_tui.errors import PdqError
+
+Schema = Mapping[str, pl.DataType]
+
+_I, _F, _S, _B = pl.Int64(), pl.Float64(), pl.String(), pl.Boolean()
+
+REQUESTS: Final[Schema] = {
+    "row": _I,
+    "request": _I,
+    "t_ns": _I,
+    "arm": _S,
+    "policy": _S,
+    "policy_digest": _S,
+    "kind": _S,
+    "block": _I,
+    "slot": _I,
+    "control": _B,
+    "warmup": _B,
+    "first_use": _B,
+    "prompt": _I,
+    "batch": _I,
+    "prompt_tokens": _I,
+    "padded_tokens": _I,
+    "output_tokens": pl.List(_I),
+    "stop": _S,
+    "stop_reasons": pl.List(_S),
+    "queue_ms": _F,
+    "tokenize_ms": _F,
+    "prefill_ms": _F,
+    "handoff_ms": _F,
+    "ttft_ms": _F,
+    "decode_ms": _F,
+    "tpot_ms": _F,
+    "e2e_ms": _F,
+    "gap_ms": _F,
+    "bytes_per_step": _I,
+    "bytes_per_step_wasted": _I,
+    "prefill_flops": pl.List(pl.Struct({"dtype": _S, "flops": _F})),
+    "prefill_bytes": _I,
+    "prefill_bound_ms": _F,
+    "decode_bound_ms": _F,
+    "kv_bytes": _I,
+    "prefill_peak_bytes": _I,
+    "decode_peak_bytes": _I,
+    "steady_bytes": _I,
+    "memory_method": _S,
+    "eager_launch_bound": _B,
+    "cancelled": _B,
+    "valid": _B,
+    "invalid_reason": _S,
+    "nonfinite_stage": _S,
+    "nonfinite_step": _I,
+    "text": _S,
+    "tokens_sha256": _S,
+    "host_start_ns": _I,
+    "host_end_ns": _I,
+}
+
+#: ``row`` joins to the requests: request numbers start again with a new engine process.
+TOKENS: Final[Schema] = {"row": _I, "request": _I, "arm": _S, "step": _I, "itl_ms": _F}
+
+_GPU: Final = {
+    "name": _S,
+    "uuid": _S,
+    "bus_id": _S,
+    "mig": _B,
+    "engine": _B,
+    "gpu_util": _F,
+    "memory_util": _F,
+    "memory_total_bytes": _I,
+    "memory_used_bytes": _I,
+    "memory_reserved_bytes": _I,
+    "memory_version": _S,
+    "unified": _B,
+    "process_memory_bytes": _I,
+    "other_processes": _I,
+    "power_w": _F,
+    "power_limit_w": _F,
+    "energy_j": _F,
+    "temperature_c": _F,
+    "sm_mhz": _F,
+    "memory_mhz": _F,
+    "throttle": pl.List(_S),
+    "throttle_raw": _I,
+}
+_CPU: Final = {
+    "load": _F,
+    "engine_load": _F,
+    "engine_rss_bytes": _I,
+    "memory_total_bytes": _I,
+    "memory_available_bytes": _I,
+    "mhz": _F,
+    "temperature_c": _F,
+}
+SENSORS: Final[Schema] = {
+    "t_ns": _I,
+    "gpu": _I,
+    **{f"gpu_{k}": v for k, v in _GPU.items()},
+    **{f"cpu_{k}": v for k, v in _CPU.items()},
+    "missing": _S,
+}
+
+SERIES: Final[Mapping[str, Schema]] = {"requests": REQUESTS, "tokens": TOKENS, "sensors": SENSORS}
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _clean(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def frame(rows: Sequence[Mapping[str, Any]], schema: Schema) -> pl.DataFrame:
+    """Rows as a frame of exactly ``schema``; absent keys and non-finite numbers are null."""
+    return pl.DataFrame(
+        {c: [_clean(r.get(c)) for r in rows] for c in schema}, schema=dict(schema), strict=False
+    )
+
+
+def requests_frame(requests: Sequence[p.Request]) -> pl.DataFrame:
+    rows = []
+    for number, r in enumerate(requests):
+        row: dict[str, Any] = {"row": number} | {c: getattr(r, c) for c in REQUESTS if hasattr(r, c)}
+        row["prefill_flops"] = [{"dtype": k, "flops": _clean(v)} for k, v in r.prefill_flops.items()]
+        row["nonfinite_stage"] = r.nonfinite.stage if r.nonfinite else None
+        row["nonfinite_step"] = r.nonfinite.step if r.nonfinite else None
+        rows.append(row)
+    return frame(rows, REQUESTS)
+
+
+def tokens_frame(requests: Sequence[p.Request]) -> pl.DataFrame:
+    """``step`` counts from 1: the first decode step makes the second token."""
+    rows = [
+        {"row": number, "request": r.request, "arm": r.arm, "step": i, "itl_ms": v}
+        for number, r in enumerate(requests)
+        for i, v in enumerate(r.itl_ms, 1)
+    ]
+    return frame(rows, TOKENS)
+
+
+def sensors_frame(samples: Sequence[p.SensorSample]) -> pl.DataFrame:
+    rows = []
+    for s in samples:
+        cpu = {f"cpu_{k}": getattr(s.cpu, k) for k in _CPU}
+        gpus: list[p.GpuSample | None] = [*s.gpus] or [None]
+        for gpu in gpus:
+            missing = {f"cpu_{k}": v for k, v in s.cpu.missing.items()}
+            row: dict[str, Any] = {"t_ns": s.t_ns, **cpu}
+            if gpu is not None:
+                row |= {"gpu": gpu.index, **{f"gpu_{k}": getattr(gpu, k) for k in _GPU}}
+                missing |= {f"gpu_{k}": v for k, v in gpu.missing.items()}
+            row["missing"] = "; ".join(f"{k}: {v}" for k, v in missing.items()) or None
+            rows.append(row)
+    return frame(rows, SENSORS)
+
+
+def parquet_bytes(table: pl.DataFrame) -> bytes:
+    """The file's bytes. Made in memory, so that a full disk is an OSError of one write, not an error of polars."""
+    buffer = io.BytesIO()
+    table.write_parquet(buffer, compression="zstd")
+    return buffer.getvalue()
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path, schema: Schema) -> pl.DataFrame:
+    """One series file, made to fit ``schema``. Raises PdqError where it is not Parquet or cannot be read."""
+    try:
+        table = pl.read_parquet(io.BytesIO(path.read_bytes()))
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise PdqError(f"{path} cannot be read: {_first_line(error)}") from error
+    return align(table, schema)
+
+
+def align(table: pl.DataFrame, schema: Schema) -> pl.DataFrame:
+    """Known columns first and in the order of ``schema``: absent ones as nulls, integers widened to floats where
+    either side holds floats; unknown columns are kept behind them."""
+    columns = []
+    for name, wanted in schema.items():
+        if name not in table.columns:
+            columns.append(pl.lit(None, dtype=wanted).alias(name))
+            continue
+        have = table.schema[name]
+        target = wanted
+        if have.is_float() and wanted.is_integer():
+            target = pl.Float64()
+        columns.append(pl.col(name).cast(target, strict=False) if have != target else pl.col(name))
+    extra = [pl.col(c) for c in table.columns if c not in schema]
+    return table.select([*columns, *extra])
+
+
+def together(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    """Files of different versions in one frame: nulls for what one lacks, numbers widened, unknown columns kept."""
+    return pl.concat(tables, how="diagonal_relaxed")
+
+
+def requests_of(table: pl.DataFrame, tokens: pl.DataFrame, label: str) -> list[p.Request]:
+    """Request records again, ``itl_ms`` from the token series. Nulls take the field's default; ``label`` stands for
+    an arm that the file does not name. Raises PdqError where a row cannot be one."""
+    steps: dict[int, list[float]] = {}
+    join = "row" if tokens["row"].null_count() < tokens.height and "row" in table.columns else "request"
+    for number, itl in tokens.select(join, "itl_ms").iter_rows():
+        if number is not None and itl is not None:
+            steps.setdefault(int(number), []).append(itl)
+    found = []
+    for index, row in enumerate(table.iter_rows(named=True)):
+        known = {k: v for k, v in row.items() if k in REQUESTS and v is not None}
+        row_number = known.pop("row", index)
+        stage, step = known.pop("nonfinite_stage", None), known.pop("nonfinite_step", None)
+        if stage is not None:
+            known["nonfinite"] = {"stage": stage, "step": step or 0}
+        known["prefill_flops"] = {
+            f["dtype"]: f["flops"]
+            for f in known.get("prefill_flops", [])
+            if f["dtype"] is not None and f["flops"] is not None
+        }
+        known.setdefault("request", index)
+        known.setdefault("arm", label)
+        for key in ("policy", "policy_digest"):
+            known.setdefault(key, "")
+        known.setdefault("kind", "loop")
+        known["itl_ms"] = steps.get(int(row_number if join == "row" else known["request"]), [])
+        known["type"] = "request"
+        try:
+            found.append(msgspec.convert(known, p.Request, strict=False))
+        except msgspec.ValidationError as error:
+            raise PdqError(f"row {index + 1} of the requests is damaged: {error}") from error
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,390 @@
+"""A snapshot: one arm of one run, frozen in a directory of its own.
+
+``<run>/snapshots/<nnn>/``: manifest.json (the contract of one arm, its conditions, the schema version) and
+requests.parquet, tokens.parquet, sensors.parquet. Written beside and renamed: a snapshot is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import polars as pl
+
+from pdq_tui.core.document import (
+    arm_document,
+    conditions,
+    put,
+    ratio_json,
+    setup_document,
+    warnings,
+)
+from pdq_tui.core.facts import Facts, clocks, collect, samples_during, slowed
+from pdq_tui.core.metrics import RATIO_METRICS
+from pdq_tui.core.pairs import noise_floor, ratios
+from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
+from pdq_tui.errors import PdqError, UsageError
+from pdq_tui.store import atomic, series
+
+SCHEMA: Final = 1
+KIND: Final = "pdq-tui snapshot"
+MANIFEST: Final = "manifest.json"
+_FOLDER: Final = "snapshots"
+
+
+class Listed(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the list. ``id`` is "<run>/<nnn>". ``error``: why it cannot be read (damaged, or made by a newer
+    version); then the other fields hold what could be found out."""
+
+    id: str
+    path: str
+    run: str
+    name: str
+    arm: str = ""
+    policy: str = ""
+    model: str = ""
+    note: str = ""
+    created: str = ""
+    requests: int | None = None
+    error: str | None = None
+
+
+class Snapshot:
+    """A snapshot read back. ``manifest`` is the JSON; the series are read when they are first asked for."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path = path
+        self.manifest = manifest
+
+    @property
+    def id(self) -> str:
+        return f"{self.run}/{self.name}"
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def run(self) -> str:
+        return str(self.manifest.get("run") or _run_of(self.path))
+
+    @property
+    def label(self) -> str:
+        return str(self.arm.get("label") or self.manifest.get("label") or "")
+
+    @property
+    def note(self) -> str:
+        return str(self.manifest.get("note") or "")
+
+    @property
+    def arm(self) -> dict[str, Any]:
+        """``arms[]`` of the contract for this arm; empty where the manifest has none."""
+        return _table(self.manifest.get("arm"))
+
+    @property
+    def policy(self) -> str:
+        return str(self.arm.get("policy") or "")
+
+    def part(self, key: str) -> dict[str, Any]:
+        """A table of the manifest (device, model, workload, conditions …); empty where it is missing."""
+        return _table(self.manifest.get(key))
+
+    @cached_property
+    def requests_table(self) -> pl.DataFrame:
+        return series.read(self.path / "requests.parquet", series.REQUESTS)
+
+    @cached_property
+    def tokens_table(self) -> pl.DataFrame:
+        return series.read(self.path / "tokens.parquet", series.TOKENS)
+
+    @cached_property
+    def sensors_table(self) -> pl.DataFrame:
+        return series.read(self.path / "sensors.parquet", series.SENSORS)
+
+    @cached_property
+    def requests(self) -> list[Request]:
+        """The arm's requests, all of them, marked as they were (warm-up, first use, invalid, control, solo)."""
+        return series.requests_of(self.requests_table, self.tokens_table, self.label)
+
+    @property
+    def device(self) -> DeviceInfo:
+        """What the metrics need of the device."""
+        d = self.part("device")
+        return DeviceInfo(
+            kind=str(d.get("kind") or ""),
+            name=str(d.get("name") or ""),
+            read_peak_gbps=d.get("read_peak_gbps"),
+            compute_peak_tflops=_table(d.get("compute_peak_tflops")),
+        )
+
+    @property
+    def model(self) -> ModelInfo:
+        return ModelInfo(id=str(self.part("model").get("id") or ""))
+
+    def document(self) -> dict[str, Any]:
+        """The contract's JSON document with this one arm in it."""
+        return document([self])
+
+
+def document(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
+    """One contract document over snapshots, the first the reference; the setup is the first one's. ``ratios`` are
+    those that were stored; ``store.compare`` makes new ones."""
+    first = snapshots[0].manifest
+    drop = {"arm", "label", "kind", "note", "name", "created", "series", "conditions", "ratios", "warnings"}
+    doc = {k: v for k, v in first.items() if k not in drop}
+    doc["arms"] = [s.arm for s in snapshots]
+    labels = {s.label for s in snapshots}
+    doc["ratios"] = [
+        r
+        for s in snapshots
+        for r in s.manifest.get("ratios", [])
+        if {r.get("arm"), r.get("reference")} <= labels
+    ]
+    doc["warnings"] = list(dict.fromkeys(w for s in snapshots for w in s.manifest.get("warnings", [])))
+    doc["snapshots"] = [s.id for s in snapshots]
+    return doc
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+def save(
+    run_dir: Path,
+    events: Iterable[Any],
+    arm: str,
+    note: str = "",
+    since_ns: int | None = None,
+    *,
+    reference: str | None = None,
+    meta: Mapping[str, Any] | None = None,
+    min_effect: float = 0.01,
+) -> Path:
+    """Freeze ``arm`` from a run's events into ``<run_dir>/snapshots/<nnn>``, and return that directory.
+
+    ``since_ns``: only what was measured after it. ``meta`` defaults to the run's meta.json. Raises PdqError where
+    there is nothing to freeze or it cannot be written; then no part of it is left on the disk.
+    """
+    facts = collect(events, since_ns)
+    requests = facts.of(arm)
+    if arm not in facts.arms and not requests:
+        known = ", ".join(facts.labels()) or "none"
+        raise PdqError(f"nothing was measured of arm {arm!r}", f"arms so far: {known}")
+    if not requests:
+        raise PdqError(f"arm {arm!r} has no request yet", "wait for the first one to end")
+    known_meta = dict(meta) if meta is not None else _read_meta(run_dir)
+    known_meta.setdefault("id", run_dir.name)
+    manifest = _manifest(known_meta, facts, arm, note, reference, min_effect)
+    shown = samples_during(facts, requests)
+    tables = {
+        "requests": series.requests_frame(requests),
+        "tokens": series.tokens_frame(requests),
+        "sensors": series.sensors_frame(shown),
+    }
+    manifest["series"] = {
+        name: {"file": f"{name}.parquet", "rows": table.height, "schema": SCHEMA}
+        for name, table in tables.items()
+    }
+    files = {f"{name}.parquet": series.parquet_bytes(table) for name, table in tables.items()}
+    return _write(run_dir / _FOLDER, manifest, files)
+
+
+def _manifest(
+    meta: Mapping[str, Any], facts: Facts, arm: str, note: str, reference: str | None, min_effect: float
+) -> dict[str, Any]:
+    labels = facts.labels(reference)
+    requests = facts.of(arm)
+    everything = sorted((r for a in labels for r in facts.of(a)), key=lambda r: (r.t_ns, r.request))
+    mine = {r.block for r in requests if r.block is not None and not r.warmup}
+    out = setup_document(meta, facts, len(mine))
+    out |= {"kind": KIND, "schema": SCHEMA, "label": arm, "note": note, "reference": labels[0]}
+    out["created"] = datetime.now(UTC).isoformat(timespec="seconds")
+    out["arm"] = arm_document(facts, arm)
+    out["min_effect"] = min_effect
+    rows = ratios(
+        everything,
+        labels[0],
+        labels,
+        min_effect,
+        device=facts.device,
+        model=facts.model,
+        conditions=conditions(facts, labels),
+    )
+    out["ratios"] = [ratio_json(r) for r in rows if r.arm == arm]
+    floors = noise_floor(everything, labels[0], device=facts.device, model=facts.model)
+    out["noise_floor"] = {}
+    for metric in RATIO_METRICS:
+        put(out["noise_floor"], metric, floors.get(metric), "no repeated control of at least two blocks")
+    seen: dict[str, Any] = {}
+    put(seen, "threads", facts.device.threads if facts.device else None)
+    measured = clocks(facts, requests)
+    put(seen, "clocks", measured, "no sensor sample fell into the measured windows")
+    put(seen, "memory_version", (measured or {}).get("memory_version"), "memory was not read through NVML")
+    seen["slowed"] = slowed(facts, requests)
+    seen["eager_launch_bound"] = any(r.eager_launch_bound for r in requests)
+    out["conditions"] = seen
+    out["warnings"] = warnings(facts, [arm])
+    return out
+
+
+def _read_meta(run_dir: Path) -> dict[str, Any]:
+    try:
+        body = json.loads((run_dir / "meta.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # a run kept in memory, or a damaged meta file: its facts are missing, and said to be
+    return body if isinstance(body, dict) else {}
+
+
+def strict_json(body: Any) -> bytes:
+    """Strict JSON in UTF-8: a number that is not finite becomes null, a lone surrogate is replaced."""
+    return (
+        json.dumps(_finite(body), ensure_ascii=False, allow_nan=False, indent=1).encode("utf-8", "replace")
+        + b"\n"
+    )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value
+
+
+def _write(folder: Path, manifest: dict[str, Any], files: Mapping[str, bytes]) -> Path:
+    spare = folder / f".{secrets.token_hex(4)}.tmp"
+    try:
+        spare.mkdir(parents=True)
+        for file, data in files.items():
+            atomic.put(spare / file, data)
+        while True:
+            target = folder / f"{_next_number(folder):03d}"
+            (spare / MANIFEST).unlink(missing_ok=True)
+            atomic.put(spare / MANIFEST, strict_json({**manifest, "name": target.name}))
+            try:
+                spare.rename(target)
+            except OSError:
+                if not target.exists():
+                    raise
+                continue  # another process took the number between the look and the rename
+            return target
+    except OSError as error:
+        shutil.rmtree(spare, ignore_errors=True)
+        raise atomic.failed(folder, error) from error
+
+
+def _next_number(folder: Path) -> int:
+    return 1 + max((int(p.name) for p in folder.iterdir() if p.name.isdecimal()), default=0)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> Snapshot:
+    """Read one snapshot's manifest. Raises PdqError where it is damaged or made by a newer version."""
+    file = path / MANIFEST
+    try:
+        body = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise PdqError(f"{path} is no snapshot: it has no {MANIFEST}") from error
+    except (OSError, ValueError) as error:
+        raise PdqError(f"{file} is damaged: {error}") from error
+    if not isinstance(body, dict):
+        raise PdqError(f"{file} is damaged: not a JSON object")
+    schema = body.get("schema")
+    if schema is not None and (isinstance(schema, bool) or not isinstance(schema, (int, float))):
+        raise PdqError(f"{file} is damaged: its schema is {schema!r}")
+    if schema is not None and math.floor(schema) > SCHEMA:
+        raise PdqError(
+            f"{path} was made by a newer version (schema {schema}, this one reads {SCHEMA})", "update pdq-tui"
+        )
+    if not isinstance(body.get("arm"), dict):
+        raise PdqError(f"{file} is damaged: it holds no arm")
+    return Snapshot(path, body)
+
+
+def list_snapshots(runs_dir: Path) -> list[Listed]:
+    """All snapshots under ``runs_dir``, oldest first. Damaged and newer ones are listed with their error."""
+    return [_listed(path) for path in sorted(runs_dir.glob(f"*/{_FOLDER}/*")) if _is_one(path)]
+
+
+def _is_one(path: Path) -> bool:
+    return path.is_dir() and not path.name.startswith(".")
+
+
+def _run_of(path: Path) -> str:
+    return path.resolve().parent.parent.name
+
+
+def _listed(path: Path) -> Listed:
+    run = _run_of(path)
+    try:
+        s = load(path)
+    except PdqError as error:
+        return Listed(id=f"{run}/{path.name}", path=str(path), run=run, name=path.name, error=error.message)
+    missing = [f"{n}.parquet" for n in series.SERIES if not (path / f"{n}.parquet").is_file()]
+    counted = _table(s.arm.get("requests")).get("used")
+    return Listed(
+        id=s.id,
+        path=str(path),
+        run=s.run,
+        name=s.name,
+        arm=s.label,
+        policy=s.policy,
+        model=str(s.part("model").get("id") or ""),
+        note=s.note,
+        created=str(s.manifest.get("created") or ""),
+        requests=counted if isinstance(counted, int) else None,
+        error=f"damaged: {', '.join(missing)} missing" if missing else None,
+    )
+
+
+def resolve(word: str, runs_dir: Path) -> Path:
+    """The directory that ``word`` names: "<run>/<nnn>", the run's last four characters in its place, a unique prefix,
+    "@last", or a path. Raises UsageError naming what it could have been."""
+    as_path = Path(word).expanduser()
+    if as_path.name == MANIFEST:
+        as_path = as_path.parent
+    if (as_path / MANIFEST).is_file():
+        return as_path
+    found = list_snapshots(runs_dir)
+    if not found:
+        raise UsageError(
+            f"there is no snapshot in {runs_dir}", "make one with `pdq-tui run`, or with s in the app"
+        )
+    if word == "@last":
+        return Path(max(found, key=lambda s: (s.created, s.id)).path)
+    exact = [s for s in found if word in (s.id, f"{s.run[-4:]}/{s.name}")]
+    near = exact or [s for s in found if word and (s.id.startswith(word) or s.run[-4:] == word)]
+    if len(near) == 1:
+        return Path(near[0].path)
+    if near:
+        raise UsageError(
+            f"{word!r} names {len(near)} snapshots", "which of " + ", ".join(s.id for s in near[:8])
+        )
+    raise UsageError(
+        f"no snapshot is called {word!r}", "the last ones: " + ", ".join(s.id for s in found[-3:])
+    )
+
+
+def remove(path: Path) -> None:
+    """Delete one snapshot's directory. Raises PdqError where ``path`` is not one, or cannot be deleted."""
+    if path.is_symlink() or path.parent.name != _FOLDER or not path.is_dir():
+        raise PdqError(f"{path} is not a snapshot's directory")
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        raise PdqError(f"{path} cannot be deleted: {error.strerror or error}") from error
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
