@@ -1,0 +1,128 @@
+"""Peak and current memory of this process, for stages that run on the CPU; and how much memory there is.
+
+Linux keeps the resident set's high-water mark (VmHWM); writing 5 to ``/proc/self/clear_refs`` sets it back to the
+current size, so that each stage has a peak of its own. Where that is not allowed the resident set is sampled by a
+thread, which misses short peaks, and the method says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+STATUS = Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
+SAMPLE_S = 0.02
+
+
+class PeakMeter(Protocol):
+    """``method`` names how ``peak_bytes`` came about; ``reset`` starts a new stage."""
+
+    method: str
+
+    def reset(self) -> None: ...
+    def peak_bytes(self) -> int | None: ...
+
+
+class HighWater:
+    """VmHWM, reset at each stage edge."""
+
+    method = "VmHWM, reset for each stage"
+
+    def __init__(self, status: Path = STATUS, clear_refs: Path = CLEAR_REFS) -> None:
+        self._status = status
+        self._clear = clear_refs
+
+    def reset(self) -> None:
+        self._clear.write_text("5")
+
+    def peak_bytes(self) -> int | None:
+        return status_bytes("VmHWM", self._status)
+
+
+class SampledRss:
+    """The largest resident set that a thread saw since the last reset."""
+
+    method = f"resident set sampled every {SAMPLE_S * 1000:.0f} ms"
+
+    def __init__(self) -> None:
+        self._peak = rss_bytes()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._watch, name="rss", daemon=True).start()
+
+    def _watch(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(SAMPLE_S):
+            self._look()
+
+    def _look(self) -> int:
+        now = rss_bytes()
+        with self._lock:
+            self._peak = max(self._peak, now)
+            return self._peak
+
+    def reset(self) -> None:
+        with self._lock:
+            self._peak = rss_bytes()
+
+    def peak_bytes(self) -> int | None:
+        return self._look()
+
+
+def peak_meter(status: Path = STATUS, clear_refs: Path = CLEAR_REFS) -> PeakMeter:
+    """The better meter of the two that this system allows."""
+    meter = HighWater(status, clear_refs)
+    try:
+        meter.reset()
+    except OSError:
+        return SampledRss()
+    return meter if meter.peak_bytes() is not None else SampledRss()
+
+
+def status_bytes(key: str, status: Path = STATUS) -> int | None:
+    """A ``Vm…`` line of /proc/self/status in bytes; None where there is none."""
+    try:
+        text = status.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def rss_bytes() -> int:
+    """Resident set of this process now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def _cgroup_number(*names: str) -> int | None:
+    for name in names:
+        try:
+            text = (Path("/sys/fs/cgroup") / name).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            return int(text)
+    return None
+
+
+def host_total_bytes() -> int:
+    """The machine's memory, or the cgroup's limit where that is smaller."""
+    total = int(psutil.virtual_memory().total)
+    limit = _cgroup_number("memory.max", "memory/memory.limit_in_bytes")
+    return min(total, limit) if limit else total
+
+
+def host_free_bytes() -> int:
+    """What can still be taken without swapping: available memory, or the cgroup's rest where that is smaller."""
+    free = int(psutil.virtual_memory().available)
+    limit = _cgroup_number("memory.max", "memory/memory.limit_in_bytes")
+    used = _cgroup_number("memory.current", "memory/memory.usage_in_bytes")
+    # A v1 root cgroup reports a limit near 2^63, larger than the machine: no limit.
+    if limit and used is not None and limit < int(psutil.virtual_memory().total):
+        free = min(free, max(0, limit - used))
+    return free

@@ -1,0 +1,353 @@
+"""One request, timed: prefill, hand-off, N − 1 decode steps, each stage between two marks of the device.
+
+No synchronise inside a stage, nothing sent, nothing decoded, no garbage collected: what is needed for the record is
+kept on the device and read at the stage's edge. The first token is chosen by prefill's own logits, so it belongs to
+prefill; decode starts from the cache that this prefill wrote.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+
+from pdq_tui.core.policy import Policy
+from pdq_tui.core.protocol import NonFinite, Request
+from pdq_tui.engine.device import Device, Mark
+from pdq_tui.engine.prompts import Batch
+
+#: A sample this many times above the median, at the first use of a shape, is a one-off cost, not a speed.
+FIRST_USE_FACTOR = 5.0
+#: Live samples are sent at most this often, in seconds.
+SAMPLE_EVERY_S = 0.1
+
+
+class Cost(Protocol):
+    """The census of one stage (``core.roofline``): stored bytes read, FLOPs by dtype, and the hardware's limit."""
+
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def flops(self) -> dict[str, float]: ...
+    def bound_ms(self, peaks: Any) -> float | None: ...
+
+
+class Generation(Protocol):
+    """One request's state in a staged model; see ``engine.staged``."""
+
+    length: int
+
+    def prefill(self, ids: torch.Tensor) -> torch.Tensor: ...
+    def handoff(self) -> None: ...
+    def step(self, tokens: torch.Tensor) -> torch.Tensor: ...
+    def bytes_per_step(self) -> int: ...
+    def bytes_per_step_wasted(self) -> int: ...
+    def prefill_cost(self, P: int) -> Cost: ...
+    def step_cost(self) -> Cost: ...
+
+
+class Staged(Protocol):
+    """A policy made ready; see ``engine.staged``."""
+
+    def start(self, batch: int, capacity: int, pad: torch.Tensor | None) -> Generation: ...
+    def kv_info(self) -> Any: ...
+
+
+@dataclass
+class Arm:
+    """A label ("A", "int8#2"), the policy it follows, and the model that follows it."""
+
+    label: str
+    policy: Policy
+    staged: Staged
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What ends a request. ``eos``: ids that end a row in natural mode; in fixed mode they are ignored, and told."""
+
+    output_tokens: int
+    natural: bool
+    eos: frozenset[int] = frozenset()
+
+
+@dataclass
+class Hooks:
+    """What a request needs from outside. ``sample(tokens, stage, itl_ms)`` must not block."""
+
+    cancelled: Callable[[], bool] = field(default=lambda: False)
+    sample: Callable[[int, str, float | None], None] | None = None
+    text: Callable[[Sequence[int]], str] | None = None
+    peaks: Any = None
+
+
+class RequestFailedError(Exception):
+    """The device gave up inside a request. ``partial`` is the record so far, marked invalid; the cause is chained."""
+
+    def __init__(self, stage: str, step: int, partial: Request) -> None:
+        super().__init__(f"{stage}, step {step}")
+        self.stage = stage
+        self.step = step
+        self.partial = partial
+
+
+@torch.inference_mode()
+def run_request(
+    device: Device,
+    arm: Arm,
+    batch: Batch,
+    capacity: int,
+    limits: Limits,
+    record: Request,
+    hooks: Hooks,
+) -> Request:
+    """Run one request and fill ``record`` (already named: number, arm, kind, block). Returns the same record.
+
+    batch     token ids [B, P], left-padded, and the padding of each row.
+    capacity  tokens of KV that each row's buffer holds, at least P + output_tokens.
+    Raises RequestFailedError for what the device or the allocator raised in the middle.
+    """
+    run = _Run(device, arm, batch, limits, record, hooks)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        run.go(capacity)
+    except (RuntimeError, MemoryError) as error:
+        record.valid = False
+        record.invalid_reason = f"failed in {run.stage}, step {run.step}: {_first_line(error)}"
+        run.close_times()
+        raise RequestFailedError(run.stage, run.step, record) from error
+    finally:
+        if collecting:
+            gc.enable()
+    return record
+
+
+class _Run:
+    """The request in flight."""
+
+    def __init__(
+        self, device: Device, arm: Arm, batch: Batch, limits: Limits, record: Request, hooks: Hooks
+    ) -> None:
+        self.device, self.arm, self.batch, self.limits = device, arm, batch, limits
+        self.record, self.hooks = record, hooks
+        self.stage, self.step = "prefill", 0
+        self.tokens: list[torch.Tensor] = []
+        self.highest: list[torch.Tensor] = []
+        self.spans: list[tuple[Mark, Mark]] = []
+
+    def go(self, capacity: int) -> None:
+        record, device, batch = self.record, self.device, self.batch
+        record.batch = batch.rows
+        record.prompt_tokens, record.padded_tokens = batch.real_tokens, batch.padded_tokens
+        record.memory_method = device.memory_method
+        record.eager_launch_bound = device.kind == "cuda"
+        record.policy, record.policy_digest = self.arm.policy.name, self.arm.policy.digest
+        record.stop = "natural" if self.limits.natural else "fixed"
+        ids = batch.ids.to(device.torch_device)
+        pad = batch.pad.to(device.torch_device) if batch.pad is not None else None
+        generation = self.arm.staged.start(batch.rows, capacity, pad)
+        device.synchronize()
+        record.host_start_ns = device.host_ns()
+        self._prefill(generation, ids)
+        if self.limits.output_tokens > 1 and not self._cancelled() and not self._all_ended():
+            self._decode(generation)
+        record.host_end_ns = device.host_ns()
+        self.close_times()
+        self._close_tokens()
+        record.kv_bytes = self.arm.staged.kv_info().bytes_per_token * generation.length * batch.rows
+
+    # -- the two stages ----------------------------------------------------------------------------------------------
+
+    def _prefill(self, generation: Generation, ids: torch.Tensor) -> None:
+        device, record = self.device, self.record
+        device.reset_peak()
+        begin = device.mark()
+        logits = generation.prefill(ids)
+        # max, not argmax: it gives the token as well, propagates NaN, and is the faster of the two on a CPU.
+        highest, token = logits.max(dim=-1)
+        end = device.mark()
+        device.synchronize()
+        record.prefill_ms = device.elapsed_ms(begin, end)
+        record.ttft_ms = record.queue_ms + record.tokenize_ms + record.prefill_ms
+        record.prefill_peak_bytes = device.peak_bytes()
+        self.tokens.append(token)
+        self.highest.append(highest)
+        if not _all_finite(logits):
+            self._invalid("prefill", 0)
+        cost = generation.prefill_cost(ids.shape[1])
+        record.prefill_bytes, record.prefill_flops = cost.bytes, dict(cost.flops)
+        record.prefill_bound_ms = cost.bound_ms(self.hooks.peaks) if self.hooks.peaks is not None else None
+
+    def _decode(self, generation: Generation) -> None:
+        device, record, sample = self.device, self.record, self.hooks.sample
+        self.stage = "handoff"
+        begin = device.mark()
+        generation.handoff()
+        end = device.mark()
+        device.synchronize()
+        record.handoff_ms = device.elapsed_ms(begin, end)
+        first_bytes, first_cost = generation.bytes_per_step(), generation.step_cost()
+        steps = self.limits.output_tokens - 1
+        steady_at = {steps * 2 // 3 + 1, steps * 5 // 6 + 1, steps}
+        steady: list[int] = []
+        stop = _StopFlag(device, self.tokens[0], self.limits) if self.limits.natural else None
+        self.stage = "decode"
+        device.reset_peak()
+        token = self.tokens[0]
+        logits = None
+        sampled_ns = device.host_ns()
+        start = device.mark()
+        for number in range(1, steps + 1):
+            self.step = number
+            logits = generation.step(token)
+            highest, token = logits.max(dim=-1)
+            mark = device.mark()
+            self.spans.append((start, mark))
+            self.tokens.append(token)
+            self.highest.append(highest)
+            if stop is not None and stop.all_ended(token):
+                break
+            if self.hooks.cancelled():
+                record.cancelled = True
+                break
+            # What is not part of a step (a live sample, a look at the memory) lies between two marks of its own.
+            pause = stop is not None
+            if number in steady_at and (held := device.allocated_bytes()) is not None:
+                steady.append(held)
+                pause = True
+            if sample is not None and device.host_ns() - sampled_ns >= SAMPLE_EVERY_S * 1e9:
+                sampled_ns = device.host_ns()
+                sample(number + 1, "decode", device.peek_ms(start, mark))
+                pause = True
+            start = device.mark() if pause else mark
+        device.synchronize()
+        record.decode_peak_bytes = device.peak_bytes()
+        record.steady_bytes = int(median(steady)) if steady else None
+        self._check_decode(logits)
+        # Linear in the length, so the mean over the steps is the mean of the first and the last.
+        last_bytes, last_cost = generation.bytes_per_step(), generation.step_cost()
+        record.bytes_per_step = (first_bytes + last_bytes) // 2
+        record.bytes_per_step_wasted = generation.bytes_per_step_wasted()
+        if self.hooks.peaks is not None:
+            bounds = [first_cost.bound_ms(self.hooks.peaks), last_cost.bound_ms(self.hooks.peaks)]
+            known = [bound for bound in bounds if bound is not None]
+            record.decode_bound_ms = sum(known) / len(known) if len(known) == len(bounds) else None
+
+    def _cancelled(self) -> bool:
+        self.record.cancelled = self.record.cancelled or self.hooks.cancelled()
+        return self.record.cancelled
+
+    def _all_ended(self) -> bool:
+        """True in natural mode where the first token already ends every row."""
+        return self.limits.natural and all(int(t) in self.limits.eos for t in self.tokens[0].tolist())
+
+    # -- outside the timed region ------------------------------------------------------------------------------------
+
+    def _invalid(self, stage: str, step: int) -> None:
+        if self.record.nonfinite is None:
+            self.record.valid = False
+            self.record.nonfinite = NonFinite(stage, step)
+            where = "prefill" if stage == "prefill" else f"decode step {step}"
+            self.record.invalid_reason = f"logits are not finite from {where} on"
+
+    def _check_decode(self, logits: torch.Tensor | None) -> None:
+        """The highest logit of each step was kept: NaN or +inf shows there at its first step. The last step's logits
+        are looked at whole, which shows −inf as well."""
+        rows = torch.stack(self.highest[1:]) if len(self.highest) > 1 else None
+        if rows is None or logits is None:
+            return
+        bad = ~torch.isfinite(rows).all(dim=1)
+        if bool(bad.any()):
+            self._invalid("decode", int(bad.int().argmax()) + 1)
+        elif not _all_finite(logits):
+            self._invalid("decode", self.step)
+
+    def close_times(self) -> None:
+        """Read the marks; called after the last synchronise, or after a failure for what was finished by then."""
+        record = self.record
+        try:
+            record.itl_ms = [self.device.elapsed_ms(first, second) for first, second in self.spans]
+        except RuntimeError:
+            # The device died before its events were reached: the times of this decode do not exist.
+            record.itl_ms = []
+        if record.itl_ms:
+            record.decode_ms = sum(record.itl_ms)
+            record.tpot_ms = record.decode_ms / len(record.itl_ms)
+        if record.ttft_ms is not None:
+            record.e2e_ms = record.ttft_ms + (record.handoff_ms or 0.0) + (record.decode_ms or 0.0)
+
+    def _close_tokens(self) -> None:
+        """Read the tokens once, cut each row where it ended, and drop the steps after the last row's end."""
+        record, limits = self.record, self.limits
+        rows: list[list[int]] = torch.stack(self.tokens, dim=1).tolist()
+        made = len(rows[0])
+        kept, reasons = [], []
+        for row in rows:
+            end = next((i for i, token in enumerate(row) if token in limits.eos), None)
+            if limits.natural and end is not None:
+                kept.append(row[: end + 1])
+                reasons.append("eos")
+                continue
+            kept.append(row)
+            if made < limits.output_tokens:
+                reasons.append("cancelled" if record.cancelled else "ended with the batch")
+            else:
+                reasons.append("length, EOS ignored" if end is not None else "length")
+        record.output_tokens = [len(row) for row in kept]
+        record.stop_reasons = reasons
+        # The host may have run ahead of the stop flag: steps after the last row's end are no part of the answer.
+        longest = max(record.output_tokens)
+        if longest < made:
+            del record.itl_ms[longest - 1 :]
+            record.decode_ms = sum(record.itl_ms) if record.itl_ms else None
+            record.tpot_ms = sum(record.itl_ms) / len(record.itl_ms) if record.itl_ms else None
+            record.e2e_ms = (record.ttft_ms or 0.0) + (record.handoff_ms or 0.0) + (record.decode_ms or 0.0)
+        digest = hashlib.sha256()
+        for row in kept:
+            digest.update((",".join(map(str, row)) + ";").encode("ascii"))
+        record.tokens_sha256 = digest.hexdigest()
+        if self.hooks.text is not None:
+            record.text = self.hooks.text(kept[0])
+
+
+class _StopFlag:
+    """Have all rows met an EOS? Asked without a synchronise: the flag travels to pinned memory behind the work, so on
+    an asynchronous device the answer may be some steps old; the surplus steps are cut from the record."""
+
+    def __init__(self, device: Device, first: torch.Tensor, limits: Limits) -> None:
+        self._eos = torch.tensor(sorted(limits.eos), dtype=first.dtype, device=first.device)
+        self._ended = torch.isin(first, self._eos)
+        self._flag = torch.zeros((), dtype=torch.bool, pin_memory=device.kind == "cuda")
+
+    def all_ended(self, tokens: torch.Tensor) -> bool:
+        self._ended |= torch.isin(tokens, self._eos)
+        self._flag.copy_(self._ended.all(), non_blocking=True)
+        return bool(self._flag)
+
+
+def first_use(record: Request, history: Sequence[float]) -> bool:
+    """Does this first measured request of a shape hold a one-off cost? ``history``: earlier prefill times, in ms, of
+    the same policy and shape (at least the warm-up's)."""
+    if history and record.prefill_ms is not None:
+        fresh = record.prefill_ms > FIRST_USE_FACTOR * median(history)
+    else:
+        fresh = not history
+    if len(record.itl_ms) >= 3:
+        fresh = fresh or max(record.itl_ms) > FIRST_USE_FACTOR * median(record.itl_ms)
+    return fresh
+
+
+def _all_finite(logits: torch.Tensor) -> bool:
+    """NaN and both infinities survive min and max, so two numbers tell; far cheaper than isfinite over bf16."""
+    low, high = torch.aminmax(logits)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
