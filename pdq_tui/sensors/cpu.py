@@ -1,0 +1,203 @@
+"""CPU and memory of this machine and of the engine's process, through psutil.
+
+load           busy share of all logical CPUs since the last reading, 0..1, the whole machine.
+engine_load    CPU time of the engine's process / wall time / CPUs that a process may use here, 0..1.
+memory_*       of the tightest cgroup limit where there is one, else of the machine; bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from pdq_tui.core.protocol import CpuSample
+
+#: Frequency and temperature read one file per core or chip, which is not cheap on large machines.
+SLOW_S: Final = 2.0
+CGROUPS: Final = Path("/sys/fs/cgroup")
+#: Chips of psutil.sensors_temperatures() that are the processor's own, in order of preference.
+_CHIPS: Final = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
+
+
+@dataclass(frozen=True)
+class Memory:
+    total: int
+    available: int
+
+
+def cgroup_directories(membership: str, root: Path) -> list[tuple[Path, int]]:
+    """(directory, cgroup version) of the memory cgroups that bind a process, innermost first up to the root.
+
+    ``membership``: text of /proc/self/cgroup. In a container the named directory may not be visible; the root, which
+    then is the container's own, always is looked at.
+    """
+    found: list[tuple[Path, int]] = []
+    for line in membership.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            base, version = root, 2
+        elif "memory" in controllers.split(","):
+            base, version = root / "memory", 1
+        else:
+            continue
+        inner = base / path.lstrip("/")
+        while inner != base and base in inner.parents:
+            found.append((inner, version))
+            inner = inner.parent
+        found.append((base, version))
+    return found
+
+
+def cgroup_memory(membership: str, root: Path, machine: Memory) -> Memory:
+    """``machine`` narrowed by each cgroup limit. Page cache that can be given back counts as available."""
+    total, available = machine.total, machine.available
+    for directory, version in cgroup_directories(membership, root):
+        names = (
+            ("memory.max", "memory.current")
+            if version == 2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        )
+        limit, used = (_number(directory / name) for name in names)
+        if limit is None or used is None or limit >= machine.total:
+            continue
+        key = "inactive_file" if version == 2 else "total_inactive_file"
+        free = max(0, limit - used + _stat(directory / "memory.stat", key))
+        total, available = min(total, limit), min(available, free)
+    return Memory(total, available)
+
+
+def _number(path: Path) -> int | None:
+    """None where there is no such file, or it says "max"."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _stat(path: Path, key: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(value) for name, value in (line.split() for line in lines) if name == key), 0)
+
+
+def usable_cpus(root: Path = CGROUPS) -> float:
+    """Logical CPUs that a process may use here: its affinity, narrowed by a cgroup v2 quota."""
+    allowed = float(len(os.sched_getaffinity(0)))
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return allowed
+    return min(allowed, int(quota) / int(period)) if quota.isdigit() else allowed
+
+
+class CpuReader:
+    """Keeps what differences are taken from. Not for use from several threads."""
+
+    def __init__(self) -> None:
+        psutil.cpu_percent(interval=None)  # the first call has nothing to compare with
+        self._process: psutil.Process | None = None
+        self._gone: str | None = "the engine has not started"
+        self._engine: tuple[float, float] | None = None  # (wall s, CPU s) at the last reading
+        self._first = True
+        try:
+            self._membership = Path("/proc/self/cgroup").read_text()
+        except OSError:  # no cgroups here: the machine's memory is the limit
+            self._membership = ""
+        self._slow_at = -SLOW_S
+        self._slow: dict[str, float] = {}
+        self._slow_missing: dict[str, str] = {}
+
+    def watch(self, pid: int | None) -> None:
+        self._process, self._engine, self._gone = None, None, None
+        if pid is None:
+            self._gone = "the engine has not started"
+            return
+        try:
+            self._process = psutil.Process(pid)
+        except psutil.Error as error:
+            self._gone = _why(error)
+
+    def read(self) -> CpuSample:
+        sample = CpuSample()
+        load = psutil.cpu_percent(interval=None) / 100
+        if self._first:
+            sample.missing["load"] = "first reading: nothing to compare with"
+        else:
+            sample.load = load
+        self._first = False
+        machine = psutil.virtual_memory()
+        memory = cgroup_memory(self._membership, CGROUPS, Memory(machine.total, machine.available))
+        sample.memory_total_bytes, sample.memory_available_bytes = memory.total, memory.available
+        self._read_engine(sample)
+        self._read_slow(sample)
+        return sample
+
+    def _read_engine(self, sample: CpuSample) -> None:
+        if self._process is not None:
+            try:
+                with self._process.oneshot():
+                    times, rss = self._process.cpu_times(), self._process.memory_info().rss
+                    if self._process.status() == psutil.STATUS_ZOMBIE:
+                        raise psutil.ZombieProcess(self._process.pid)
+            except psutil.Error as error:
+                self._process, self._gone = None, _why(error)
+            else:
+                now, spent = time.monotonic(), times.user + times.system
+                before, self._engine = self._engine, (now, spent)
+                sample.engine_rss_bytes = rss
+                if before is None or now <= before[0]:
+                    sample.missing["engine_load"] = "first reading: nothing to compare with"
+                else:
+                    sample.engine_load = (spent - before[1]) / (now - before[0]) / usable_cpus()
+                return
+        reason = self._gone or "the engine has not started"
+        sample.missing |= {"engine_load": reason, "engine_rss_bytes": reason}
+
+    def _read_slow(self, sample: CpuSample) -> None:
+        now = time.monotonic()
+        if now - self._slow_at >= SLOW_S:
+            self._slow_at, self._slow, self._slow_missing = now, {}, {}
+            mhz = _frequency()
+            if mhz is None:
+                self._slow_missing["mhz"] = "this machine does not report a clock"
+            else:
+                self._slow["mhz"] = mhz
+            celsius = _temperature()
+            if celsius is None:
+                self._slow_missing["temperature_c"] = "this machine does not report a CPU temperature"
+            else:
+                self._slow["temperature_c"] = celsius
+        sample.mhz, sample.temperature_c = self._slow.get("mhz"), self._slow.get("temperature_c")
+        sample.missing |= self._slow_missing
+
+
+def _frequency() -> float | None:
+    """MHz, mean over the cores."""
+    try:
+        frequency: Any = psutil.cpu_freq()  # None on many virtual machines, whatever its type says
+    except (NotImplementedError, OSError):
+        return None
+    return float(frequency.current) if frequency and frequency.current else None
+
+
+def _temperature() -> float | None:
+    """Hottest reading of the processor's own chip."""
+    chips = psutil.sensors_temperatures()
+    for chip in _CHIPS:
+        if chips.get(chip):
+            return max(reading.current for reading in chips[chip])
+    return None
+
+
+def _why(error: psutil.Error) -> str:
+    if isinstance(error, psutil.AccessDenied):
+        return "no permission to look at the engine's process"
+    return "the engine's process has ended"
