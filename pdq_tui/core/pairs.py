@@ -120,7 +120,8 @@ def ratios(
     for arm in arms:
         if arm == reference:
             continue
-        blocked = (conditions or {}).get(arm) or _conditions(current, reference, arm)
+        told = (conditions or {}).get(arm)
+        blocked = {m: told or _conditions(current, reference, arm, m) for m in metrics}
         rows += _arm_ratios(blocks, reference, arm, min_effect, provisional, device, model, metrics, blocked)
     return rows
 
@@ -148,11 +149,13 @@ def _current_policy(requests: Sequence[Request]) -> list[Request]:
     return [r for r in requests if r.policy_digest == now[r.arm]]
 
 
-def _conditions(requests: Sequence[Request], reference: str, arm: str) -> str | None:
-    """What in the requests themselves forbids a word: unequal output lengths, or an eager run on a GPU."""
+def _conditions(requests: Sequence[Request], reference: str, arm: str, metric: str) -> str | None:
+    """What in the requests themselves forbids a word: an eager run on a GPU; for E2E unequal output lengths."""
     mine = [r for r in requests if r.block is not None and counted(r)]
     if any(r.eager_launch_bound for r in mine if r.arm in (reference, arm)):
         return "eager: launch-bound"
+    if metric != PRIMARY:
+        return None
     made = {a: {tuple(r.output_tokens) for r in mine if r.arm == a} for a in (reference, arm)}
     if made[reference] and made[arm] and made[reference] != made[arm]:
         return "output counts differ"
@@ -168,11 +171,13 @@ def _arm_ratios(
     device: DeviceInfo | None,
     model: ModelInfo | None,
     metrics: Sequence[str],
-    blocked: str | None,
+    blocked: Mapping[str, str | None],
 ) -> list[Ratio]:
     found = {m: differences(blocks, m, reference, arm, device=device, model=model) for m in metrics}
     control = {
         m: differences(blocks, m, reference, reference, control=True, device=device, model=model)
+        # Whichever side was run again as its own rival: the half-width is the same seen from either.
+        or differences(blocks, m, arm, arm, control=True, device=device, model=model)
         for m in metrics
     }
     words = (
@@ -182,10 +187,10 @@ def _arm_ratios(
     for metric in metrics:
         d = found[metric]
         interval, floor = block_interval(d), block_interval(control[metric])
-        word, reason = words[metric], blocked
-        if blocked is not None or interval is None:
+        word, reason = words[metric], blocked[metric]
+        if reason is not None or interval is None:
             word = UNSURE
-            reason = blocked or f"{len(d)} block{'' if len(d) == 1 else 's'}"
+            reason = reason or f"{len(d)} block{'' if len(d) == 1 else 's'}"
         elif provisional and len(d) < LOOKS[0]:
             reason = f"{len(d)} of {LOOKS[0]} blocks"
         elif word == UNSURE:

@@ -1,0 +1,396 @@
+"""Snapshots side by side, the reference first: absolute, relative, interval, judgement, and what spoils it.
+
+Arms of one interleaved run are compared by its paired blocks. Snapshots of different runs are compared by a bootstrap
+of the ratio of medians, which does not cancel a drift between the runs: its threshold is widened by the drift inside
+each, and rows whose conditions differ say "unsure".
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from pdq_tui.core.arms import arm_stats, drift, timed
+from pdq_tui.core.metrics import METRICS, RATIO_METRICS
+from pdq_tui.core.pairs import blocks_of, ratios
+from pdq_tui.core.stats import (
+    UNSURE,
+    Interval,
+    Ratio,
+    Summary,
+    judge,
+    present,
+    quantile,
+)
+from pdq_tui.errors import PdqError
+from pdq_tui.store.figures import FIGURES, Figure
+from pdq_tui.store.setup import DIFFERS, MEMORY, SPEED, SetupCheck, setup_checks
+from pdq_tui.store.snapshot import Snapshot
+
+#: No word about memory that is sampled from outside (RSS) below this difference: its readings scatter.
+SAMPLED_MEMORY_EFFECT: Final = 0.05
+_UTILIZATION: Final = ("prefill_mfu", "prefill_explained", "bandwidth_gbps", "mbu", "decode_explained")
+_RESAMPLES: Final = 1000
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """One column. ``label`` is unique among the columns."""
+
+    id: str
+    label: str
+    run: str
+    arm: str
+    policy: str
+    note: str = ""
+    valid: bool = True
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One metric of one candidate against the reference.
+
+    ``metric`` is an id of core.metrics.METRICS or store.figures.FIGURES. ``percent`` and ``ci95`` (of percent) are
+    candidate over reference minus 1, in %. ``judgement``: better, worse, same, unsure; "" where no direction is good
+    by itself. ``flagged``: a condition differs. ``method``: paired blocks, unpaired bootstrap, exact, single pass.
+    """
+
+    candidate: str
+    metric: str
+    name: str
+    short: str
+    unit: str
+    group: str
+    better: str | None
+    reference: Summary
+    value: Summary
+    delta: float | None
+    percent: float | None
+    ci95: tuple[float, float] | None
+    judgement: str
+    method: str
+    blocks: int = 0
+    flagged: bool = False
+    reason: str | None = None
+
+    @property
+    def different(self) -> bool:
+        """Whether a reader who looks for differences only wants to see it."""
+        return self.judgement in ("better", "worse")
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """``setup`` and ``rows`` of all candidates in their order; ``setup_of`` and ``rows_of`` pick one's."""
+
+    reference: Side
+    candidates: list[Side]
+    setup: list[SetupCheck]
+    rows: list[Row]
+    min_effect: float
+    conditions: dict[str, Any]
+    notes: list[str]
+
+    def setup_of(self, candidate: str) -> list[SetupCheck]:
+        return [c for c in self.setup if c.candidate == candidate]
+
+    def rows_of(self, candidate: str) -> list[Row]:
+        return [r for r in self.rows if r.candidate == candidate]
+
+
+def compare(snapshots: Sequence[Snapshot], min_effect: float = 0.01, *, force: bool = False) -> Comparison:
+    """Compare each snapshot with the first. ``min_effect`` is the least relative difference that matters.
+
+    Raises PdqError for fewer than two, and where model or workload differ, unless ``force``: then every row that
+    this spoils is flagged and says "unsure".
+    """
+    if len(snapshots) < 2:
+        raise PdqError("a comparison needs a reference and at least one candidate", exit_code=2)
+    reference, *candidates = snapshots
+    if len({s.id for s in snapshots}) < len(snapshots):
+        raise PdqError("a snapshot is named twice", "compare different snapshots", exit_code=2)
+    sides = _sides(snapshots)
+    checks: list[SetupCheck] = []
+    rows: list[Row] = []
+    notes: list[str] = []
+    for candidate, side in zip(candidates, sides[1:], strict=True):
+        paired = _paired(reference, candidate)
+        mine = setup_checks(reference, candidate, paired=paired)
+        refused = [c for c in mine if c.refuses]
+        if refused and not force:
+            what = "; ".join(f"{c.what}: {c.reference} against {c.value}" for c in refused)
+            raise PdqError(
+                f"{reference.id} and {candidate.id} cannot be compared: {what}",
+                "measure both with the same model and workload; --force shows them side by side without a judgement",
+            )
+        checks += mine
+        rows += _rows(reference, candidate, mine, paired, min_effect)
+        notes += _notes(reference, candidate, side, paired)
+    notes += [
+        f"{s.label}: {w}" for s in snapshots for w in s.manifest.get("warnings", []) if isinstance(w, str)
+    ]
+    return Comparison(
+        reference=sides[0],
+        candidates=sides[1:],
+        setup=checks,
+        rows=rows,
+        min_effect=min_effect,
+        conditions={
+            key: reference.manifest.get(key)
+            for key in ("tool", "host", "device", "driver", "libraries", "model", "workload")
+        },
+        notes=list(dict.fromkeys(notes)),
+    )
+
+
+def _sides(snapshots: Sequence[Snapshot]) -> list[Side]:
+    """Columns are called by their policy; by arm or id as well where that is not unique."""
+    names = [s.policy or s.label or s.id for s in snapshots]
+    sides = []
+    for s, name in zip(snapshots, names, strict=True):
+        label = name if names.count(name) == 1 else f"{name} {s.run[-4:]}/{s.name}"
+        sides.append(
+            Side(
+                id=s.id,
+                label=label,
+                run=s.run,
+                arm=s.label,
+                policy=s.policy,
+                note=s.note,
+                valid=s.arm.get("valid") is not False,
+            )
+        )
+    return sides
+
+
+def _paired(a: Snapshot, b: Snapshot) -> bool:
+    """Whether both took part in the same interleaved blocks: at least two in which each ran twice."""
+    if a.run != b.run or a.label == b.label:
+        return False
+    both = sorted([*a.requests, *b.requests], key=lambda r: r.t_ns)
+    keys = ((a.label, False), (b.label, False))
+    return sum(all(len(block.get(k, ())) >= 2 for k in keys) for block in blocks_of(both)) >= 2
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _rows(
+    a: Snapshot, b: Snapshot, checks: Sequence[SetupCheck], paired: bool, min_effect: float
+) -> list[Row]:
+    spoiled = {
+        group: ", ".join(c.what for c in checks if c.status == DIFFERS and group in c.invalidates)
+        for group in (SPEED, MEMORY)
+    }
+    invalid = next((s.id for s in (a, b) if s.arm.get("valid") is False), None)
+    if invalid is not None:
+        spoiled[SPEED] = f"{invalid} is invalid"
+    elif any(s.part("conditions").get("eager_launch_bound") for s in (a, b)):
+        spoiled[SPEED] = spoiled[SPEED] or "eager: launch-bound"
+    stats = [arm_stats(s.requests, s.device, s.model) for s in (a, b)]
+    if paired:
+        both = sorted([*a.requests, *b.requests], key=lambda r: r.t_ns)
+        found = ratios(both, a.label, [a.label, b.label], min_effect, device=a.device, model=a.model)
+        by_metric = {r.metric: r for r in found}
+    else:
+        by_metric = {m: _unpaired(a, b, m, min_effect) for m in RATIO_METRICS}
+    method = "paired blocks" if paired else "unpaired bootstrap"
+    rows = [_speed_row(b, m, stats, by_metric[m], method, spoiled[SPEED]) for m in RATIO_METRICS]
+    for m in ("prefill_peak_bytes", "decode_peak_bytes", "steady_bytes"):
+        rows.append(_memory_row(a, b, m, stats, min_effect, spoiled[MEMORY]))
+    rows += [_figure_row(a, b, f, min_effect) for f in FIGURES.values()]
+    for m in _UTILIZATION:
+        rows.append(_plain_row(b, m, stats))
+    return rows
+
+
+def _speed_row(
+    b: Snapshot, metric: str, stats: Sequence[dict[str, Summary]], ratio: Ratio, method: str, spoiled: str
+) -> Row:
+    judgement, reason = ratio.judgement, ratio.reason
+    if spoiled:
+        judgement, reason = UNSURE, f"unsure ({spoiled})"
+    ci = ratio.ci95
+    return _row(
+        b.id,
+        metric,
+        stats[0][metric],
+        stats[1][metric],
+        group=SPEED,
+        percent=None if ratio.ratio is None else (ratio.ratio - 1) * 100,
+        ci95=None if ci is None else ((ci[0] - 1) * 100, (ci[1] - 1) * 100),
+        judgement=judgement,
+        method=method,
+        blocks=ratio.blocks,
+        flagged=bool(spoiled),
+        reason=reason,
+    )
+
+
+def _row(candidate: str, metric: str, reference: Summary, value: Summary, **more: Any) -> Row:
+    about: Any = METRICS.get(metric) or FIGURES[metric]
+    delta = None if reference.median is None or value.median is None else value.median - reference.median
+    return Row(
+        candidate=candidate,
+        metric=metric,
+        name=about.name,
+        short=about.short,
+        unit=about.unit,
+        better=about.better,
+        reference=reference,
+        value=value,
+        delta=delta,
+        **more,
+    )
+
+
+def _percent(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None or a == 0 else (b / a - 1) * 100
+
+
+def _word(a: float | None, b: float | None, effect: float, better: str | None) -> str:
+    """Two exact numbers: same inside ±effect, else better or worse."""
+    if a is None or b is None or better is None:
+        return UNSURE
+    if a == b:
+        return "same"
+    if a <= 0 or b <= 0:
+        return "better" if (b < a) == (better == "lower") else "worse"
+    d = math.log(b / a)
+    return judge(Interval(d, d, d, 1), math.log1p(effect), better)
+
+
+def _memory_row(
+    a: Snapshot,
+    b: Snapshot,
+    metric: str,
+    stats: Sequence[dict[str, Summary]],
+    min_effect: float,
+    spoiled: str,
+) -> Row:
+    one, two = stats[0][metric], stats[1][metric]
+    sampled = any("rss" in str(s.arm.get("memory_method") or "").lower() for s in (a, b))
+    word = _word(one.median, two.median, max(min_effect, SAMPLED_MEMORY_EFFECT if sampled else 0), "lower")
+    reason = one.reason if one.median is None else two.reason if two.median is None else None
+    if spoiled:
+        word, reason = UNSURE, f"unsure ({spoiled})"
+    return _row(
+        b.id,
+        metric,
+        one,
+        two,
+        group=MEMORY,
+        percent=_percent(one.median, two.median),
+        ci95=None,
+        judgement=word,
+        method="sampled" if sampled else "single pass",
+        flagged=bool(spoiled),
+        reason=reason,
+    )
+
+
+def _figure_row(a: Snapshot, b: Snapshot, figure: Figure, min_effect: float) -> Row:
+    values = (figure.of(a.arm), figure.of(b.arm))
+    one, two = (
+        Summary(
+            median=v,
+            ci95=None,
+            n=0 if v is None else 1,
+            unit=figure.unit,
+            reason="not in the snapshot" if v is None else None,
+        )
+        for v in values
+    )
+    return _row(
+        b.id,
+        figure.id,
+        one,
+        two,
+        group=MEMORY,
+        percent=_percent(*values),
+        ci95=None,
+        judgement=_word(*values, min_effect, figure.better),
+        method="exact",
+        reason="not in both snapshots" if None in values else None,
+    )
+
+
+def _plain_row(b: Snapshot, metric: str, stats: Sequence[dict[str, Summary]]) -> Row:
+    one, two = stats[0][metric], stats[1][metric]
+    return _row(
+        b.id,
+        metric,
+        one,
+        two,
+        group="utilization",
+        percent=_percent(one.median, two.median),
+        ci95=None,
+        judgement="",
+        method="medians",
+        reason=one.reason if one.median is None else two.reason if two.median is None else None,
+    )
+
+
+# -- unpaired ----------------------------------------------------------------------------------------------------------
+
+
+def _unpaired(a: Snapshot, b: Snapshot, metric: str, min_effect: float) -> Ratio:
+    """Ratio of medians with a percentile bootstrap over requests. δ is at least the noise floors of both runs and the
+    drift inside each, since nothing cancels it here."""
+    of = METRICS[metric].of
+    sides = [present([of(r, s.device, s.model) for r in timed(s.requests)]) for s in (a, b)]
+    sides = [[v for v in side if v > 0] for side in sides]
+    interval = _bootstrap(*sides)
+    effects = [min_effect]
+    for s in (a, b):
+        floor = s.part("noise_floor").get(metric)
+        effects += [floor] if isinstance(floor, float) else []
+        moved = drift(s.requests, s.device, s.model, (metric,))[metric]
+        effects += [abs(moved)] if moved is not None else []
+    delta = math.log1p(max(effects))
+    if interval is None:
+        few = f"too few requests ({len(sides[0])} and {len(sides[1])})"
+        word, reason = UNSURE, few
+    else:
+        word = judge(interval, delta, METRICS[metric].better)
+        reason = "not interleaved: a drift between the runs is not cancelled"
+    return Ratio(
+        reference=a.label,
+        arm=b.label,
+        metric=metric,
+        ratio=None if interval is None else math.exp(interval.mean),
+        ci95=None if interval is None else (math.exp(interval.low), math.exp(interval.high)),
+        judgement=word,
+        threshold=delta,
+        reason=reason,
+    )
+
+
+def _bootstrap(one: Sequence[float], two: Sequence[float]) -> Interval | None:
+    if len(one) < 2 or len(two) < 2:
+        return None
+    rng = random.Random(0)
+    logs = sorted(
+        math.log(
+            statistics.median(rng.choices(two, k=len(two))) / statistics.median(rng.choices(one, k=len(one)))
+        )
+        for _ in range(_RESAMPLES)
+    )
+    middle = math.log(statistics.median(two) / statistics.median(one))
+    n = min(len(one), len(two))
+    return Interval(middle, quantile(logs, 0.025), quantile(logs, 0.975), n, "unpaired bootstrap")
+
+
+def _notes(a: Snapshot, b: Snapshot, side: Side, paired: bool) -> list[str]:
+    found = []
+    if not paired:
+        found.append(
+            f"{side.label} was not interleaved with the reference: a drift between the runs is not cancelled"
+        )
+    one, two = a.arm.get("text_sha256"), b.arm.get("text_sha256")
+    if one and two:
+        answers = "the same answers as" if one == two else "other answers than"
+        found.append(f"{side.label} gave {answers} the reference")
+    return found

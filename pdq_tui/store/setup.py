@@ -1,0 +1,218 @@
+"""Were two snapshots made under the same conditions? What differs, and which figures it spoils."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from pdq_tui.store.snapshot import Snapshot
+
+OK: Final = "ok"
+DIFFERS: Final = "differs"
+UNKNOWN: Final = "unknown"
+
+SPEED: Final = "speed"
+MEMORY: Final = "memory"
+#: Relative difference of median clocks from which two runs had different clocks. A CPU's reading is coarser.
+GPU_CLOCK_TOLERANCE: Final = 0.02
+CPU_CLOCK_TOLERANCE: Final = 0.05
+
+
+class SetupCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """One condition of ``candidate`` (a snapshot id) against the reference.
+
+    ``status``: ok, differs, unknown. ``invalidates``: the groups of rows ("speed", "memory") about which nothing may
+    then be said. ``refuses``: the comparison makes no sense and is made only when forced.
+    """
+
+    candidate: str
+    what: str
+    status: str
+    reference: str
+    value: str
+    invalidates: tuple[str, ...] = ()
+    refuses: bool = False
+    text: str = ""
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "n/a"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_show(v) for v in value) or "none"
+    text = str(value)
+    return text[:12] + "…" if len(text) == 64 and all(c in "0123456789abcdef" for c in text) else text
+
+
+class _Checks:
+    """Collects the checks of one pair."""
+
+    def __init__(self, reference: Snapshot, candidate: Snapshot) -> None:
+        self.a, self.b = reference, candidate
+        self.found: list[SetupCheck] = []
+
+    def add(
+        self,
+        what: str,
+        a: Any,
+        b: Any,
+        invalidates: tuple[str, ...],
+        *,
+        refuses: bool = False,
+        same: Callable[[Any, Any], bool] | None = None,
+        text: str = "",
+    ) -> None:
+        status = UNKNOWN  # absent on both sides is not known to be equal
+        if a is not None and b is not None:
+            status = OK if (same(a, b) if same else a == b) else DIFFERS
+        spoiled = status == DIFFERS
+        self.found.append(
+            SetupCheck(
+                candidate=self.b.id,
+                what=what,
+                status=status,
+                reference=_show(a),
+                value=_show(b),
+                invalidates=invalidates if spoiled else (),
+                refuses=refuses and spoiled,
+                text=text if spoiled else "",
+            )
+        )
+
+    def both(self, get: Callable[[Snapshot], Any]) -> tuple[Any, Any]:
+        return get(self.a), get(self.b)
+
+
+def setup_checks(reference: Snapshot, candidate: Snapshot, *, paired: bool) -> list[SetupCheck]:
+    """All conditions of one pair. In a ``paired`` run clocks that differ between the arms are the policy's own doing
+    (power, heat) and are shown without spoiling anything; slowdowns are not."""
+    c = _Checks(reference, candidate)
+    both = c.both
+    every = (SPEED, MEMORY)
+    c.add("model", *_model(reference, candidate), every, refuses=True, text="another model")
+    c.add(
+        "model dtype",
+        *both(lambda s: s.part("model").get("dtype")),
+        every,
+        refuses=True,
+        text="another dtype",
+    )
+    c.add(
+        "workload",
+        *both(_shape),
+        every,
+        refuses=True,
+        text="other lengths, batch or stop rule: other work was done",
+    )
+    c.add(
+        "prompts", *both(lambda s: s.part("workload").get("prompts_sha256")), (SPEED,), text="other prompts"
+    )
+    c.add("seed", *both(lambda s: s.part("workload").get("seed")), ())
+    c.add("device", *both(_device), every, text="another device")
+    c.add(
+        "threads", *both(lambda s: s.part("conditions").get("threads")), (SPEED,), text="other thread count"
+    )
+    c.add(
+        "attention", *both(lambda s: s.part("workload").get("attention")), (SPEED,), text="another attention"
+    )
+    c.add("driver", *_driver(reference, candidate), every, text="another driver")
+    c.add("libraries", *_libraries(reference, candidate), every, text="other versions")
+    _clocks(c, paired)
+    c.add(
+        "slowdowns",
+        *both(lambda s: tuple(s.part("conditions").get("slowed") or ())),
+        (SPEED,),
+        same=lambda a, b: not a and not b,
+        text="the GPU was slowed down while it was measured",
+    )
+    versions = both(lambda s: s.part("conditions").get("memory_version"))
+    if versions != (None, None):
+        c.add(
+            "memory reading", *versions, (MEMORY,), text="NVML v1 counts reserved memory as used, v2 does not"
+        )
+    c.add(
+        "memory method",
+        *both(lambda s: _joined(s.arm.get("memory_method"), s.arm.get("memory_from"))),
+        (MEMORY,),
+        text="memory was measured in different ways",
+    )
+    return c.found
+
+
+def _joined(*parts: Any) -> str | None:
+    there = [str(x) for x in parts if x]
+    return ", ".join(there) or None
+
+
+def _model(a: Snapshot, b: Snapshot) -> tuple[Any, Any]:
+    """By the strongest identity that both have: hash, revision, name."""
+    one, two = a.part("model"), b.part("model")
+    for key in ("sha256", "revision", "id"):
+        if one.get(key) and two.get(key):
+            return one[key], two[key]
+    return one.get("id"), two.get("id")
+
+
+def _shape(s: Snapshot) -> str | None:
+    w = s.part("workload")
+    if not w:
+        return None
+    prompt = w.get("prompt_tokens")
+    if prompt is None:
+        lengths = w.get("prompt_lengths") or []
+        prompt = f"{min(lengths)}-{max(lengths)}" if lengths else "?"
+    return f"in {prompt} out {w.get('output_tokens')} bs {w.get('batch')} {w.get('stop')}"
+
+
+def _device(s: Snapshot) -> str | None:
+    d = s.part("device")
+    return _joined(d.get("name"), d.get("uuid"))
+
+
+def _driver(a: Snapshot, b: Snapshot) -> tuple[Any, Any]:
+    one, two = a.manifest.get("driver"), b.manifest.get("driver")
+    cpu = a.part("device").get("kind") == "cpu" == b.part("device").get("kind")
+    return ("none (CPU)", "none (CPU)") if cpu and one is None and two is None else (one, two)
+
+
+def _libraries(a: Snapshot, b: Snapshot) -> tuple[str | None, str | None]:
+    """Only what differs; what draws the screen and stores the files does not run the model."""
+    bystanders = ("textual", "polars", "msgspec", "nvidia-ml-py")
+    one = _versions(a.part("libraries"), a.part("tool"))
+    two = _versions(b.part("libraries"), b.part("tool"))
+    if not one or not two:
+        return None, None
+    names = sorted(k for k in one.keys() | two.keys() if k not in bystanders and one.get(k) != two.get(k))
+    if not names:
+        return "same", "same"
+    return tuple(", ".join(f"{n} {v.get(n) or 'none'}" for n in names) for v in (one, two))  # type: ignore[return-value]
+
+
+def _versions(libraries: Mapping[str, Any], tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {**libraries, "pdq-tui": tool.get("version")} if libraries else {}
+
+
+def _clocks(c: _Checks, paired: bool) -> None:
+    def median(s: Snapshot, name: str) -> float | None:
+        clocks = s.part("conditions").get("clocks")
+        spread = clocks.get(name) if isinstance(clocks, dict) else None
+        value = spread.get("median") if isinstance(spread, dict) else None
+        return float(value) if isinstance(value, (int, float)) else None
+
+    invalidates = () if paired else (SPEED,)
+    gpu = c.a.part("device").get("kind") != "cpu"
+    names = (("sm_mhz", "memory_mhz"), GPU_CLOCK_TOLERANCE) if gpu else (("cpu_mhz",), CPU_CLOCK_TOLERANCE)
+    for name in names[0]:
+        a, b = c.both(lambda s, name=name: median(s, name))  # type: ignore[misc]
+        c.add(
+            "clocks" if name != "memory_mhz" else "memory clock",
+            None if a is None else f"{a:.0f} MHz",
+            None if b is None else f"{b:.0f} MHz",
+            invalidates,
+            same=lambda _x, _y, a=a, b=b: abs(a - b) <= names[1] * max(a, b),  # type: ignore[misc]
+            text="other clocks",
+        )
