@@ -42,16 +42,18 @@ from pdq_tui.core.protocol import (
 from pdq_tui.host.journal import Journal
 from pdq_tui.host.process import Worker
 from pdq_tui.host.runs import Run
+from pdq_tui.host.sentences import failure_sentence
 
 ENGINE_ARGV: Final = (sys.executable, "-m", "pdq_tui.engine.worker")
 SENSORS_ARGV: Final = (sys.executable, "-m", "pdq_tui.sensors.worker")
 TICK_S: Final = 0.25
 PING_S: Final = 1.0
-#: Crashes in a row without anything measured in between, after which the engine is not started again by itself.
+#: Crashes in a row, each soon after its start, after which the engine is not started again by itself.
 ENGINE_CRASHES: Final = 3
 SENSORS_CRASHES: Final = 3
-#: A worker that lived this long was not a failed start.
+#: A worker that lived this long, or an engine that answered this many requests, was not a failed start.
 SETTLED_S: Final = 60.0
+SETTLED_REQUESTS: Final = 50
 #: On the wire only: of use to a live screen, not to anyone who reads the journal.
 LIVE_ONLY: Final = (Progress, StageSample, Pong)
 
@@ -93,6 +95,7 @@ class Supervisor:
         self._fatal: Failure | None = None
         self._version_errors: dict[str, str] = {}
         self._model_ready = False
+        self._requests = 0
         self._watch = Watch()
         self._closing = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -199,17 +202,22 @@ class Supervisor:
                 self._fatal = None
                 self._version_errors.pop(role, None)
                 self._model_ready = False
+                self._requests = 0
             log = None if self.run.in_memory else self.run.path / _LOGS[role]
             count = self._starts[role]
             self._starts[role] += 1
+            worker: Worker | None = None
+            why = ""
             try:
                 worker = Worker(role, self._argv[role], log, self._line, self._exit)
             except OSError as error:
-                text = f"the {role} cannot be started: {error}"
-                self._emit(WorkerExited(role=role, pid=0, returncode=None, expected=False, text=text))
-                return
-            self._workers[role] = worker
-            self.run.track(worker.pid, role)
+                why = f"the {role} cannot be started: {error}"
+            else:
+                self._workers[role] = worker
+                self.run.track(worker.pid, role)
+        if worker is None:
+            self._emit(WorkerExited(role=role, pid=0, returncode=None, expected=False, text=why))
+            return
         self._emit(WorkerStarted(role=role, pid=worker.pid, restart=count))
         if role == "engine":
             self._watch = Watch(pid=worker.pid)
@@ -264,7 +272,7 @@ class Supervisor:
                 )
                 self._send_watch()
             case Request():
-                self._crashes["engine"] = 0
+                self._requests += 1
             case Failure(fatal=True) if worker.role == "engine":
                 self._fatal = event
             case Dropped():
@@ -328,7 +336,7 @@ class Supervisor:
         """Seconds until a new one is started, None for never. Under the lock."""
         role = worker.role
         settled = time.monotonic() - worker.started > SETTLED_S and (role == "sensors" or self._model_ready)
-        if settled:
+        if settled or (role == "engine" and self._requests >= SETTLED_REQUESTS):
             self._crashes[role] = 0
         self._crashes[role] += 1
         limit = ENGINE_CRASHES if role == "engine" else SENSORS_CRASHES
@@ -386,19 +394,6 @@ def exit_sentence(role: str, code: int | None, expected: bool, fatal: Failure | 
     if code == 0:
         return f"the {role} ended without being asked"
     return f"the {role} ended with exit code {code}" + (f": {last}" if last else "")
-
-
-def failure_sentence(failure: Failure) -> str:
-    """A failure with its stage and, for memory, the wanted and the free bytes."""
-    text = failure.message
-    if failure.stage and failure.stage not in text:
-        text += f" in {failure.stage}"
-    sizes = [
-        f"{value / 2**30:.2f} GiB {word}"
-        for value, word in ((failure.wanted_bytes, "wanted"), (failure.free_bytes, "free"))
-        if value is not None
-    ]
-    return f"{text} ({', '.join(sizes)})" if sizes else text
 
 
 def _given_up(role: str, crashes: int, restart: bool) -> str:

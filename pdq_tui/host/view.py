@@ -26,7 +26,11 @@ Point = tuple[float, float | None]
 
 @dataclass(frozen=True)
 class EngineView:
-    """``state``: starting, loading, packing, ready, running, measuring, stalled, restarting, dead."""
+    """``state``: starting, loading, packing, ready, running, measuring, stalled, restarting, dead.
+
+    ``text``: a sentence where there is something to say (why it is dead, what is missing); ``since_s``: for how many
+    seconds the state has lasted (for "stalled": since the last sign of life).
+    """
 
     state: str = "starting"
     text: str = ""
@@ -49,7 +53,8 @@ class TaskView:
 class ArmView:
     """One arm. ``wanted`` is the policy asked for, ``ready`` what the engine really has; ``refused`` why they differ.
 
-    ``stats`` and ``series`` are keyed by metric id (``core.metrics``).
+    ``stats`` and ``series`` are keyed by metric id (``core.metrics``) and belong to the policy and the workload that
+    run now (``series`` goes further back). ``requests`` counts those in ``stats``; ``invalid_reason`` is the last one.
     """
 
     arm: str
@@ -78,6 +83,13 @@ class NoteView:
 
 @dataclass(frozen=True)
 class SessionView:
+    """``ratios``: metric id → A against B, live: words stand only from the planned looks on (``Ratio.provisional``).
+
+    ``sensor_series`` keys: power_w, memory_used_bytes, gpu_util, temperature_c, sm_mhz, cpu_load, engine_load,
+    engine_rss_bytes; a series that was never measured is not there. ``wants_loop``: the person asked for the loop,
+    whether or not it can run yet (``running`` is what is). ``run_text``, ``journal_text``: to be shown as a banner.
+    """
+
     run_id: str
     run_dir: str
     elapsed_s: float
@@ -102,3 +114,7 @@ class SessionView:
     live_stage: str = ""
     dropped: int = 0
     journal_text: str = ""
+    run_text: str = ""
+    wants_loop: bool = False
+    garbage: int = 0
+    notes_total: int = 0

@@ -1,0 +1,315 @@
+"""The live session as one object: reducer, supervisor, and what the person wants.
+
+The person's intentions (model, a policy an arm, workload, loop) are kept here and sent one after the other as the
+engine gets ready for them. After a new engine took the place of a crashed one they are sent again, without whatever
+the old one died of.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from pdq_tui.core import protocol as p
+from pdq_tui.core.policy import Policy
+from pdq_tui.core.workload import Workload
+from pdq_tui.host.journal import Journal
+from pdq_tui.host.runs import Run
+from pdq_tui.host.session import Session
+from pdq_tui.host.supervisor import Supervisor
+from pdq_tui.host.view import SessionView
+
+#: Failures that the same request would meet again: what was under way is not tried again by itself.
+REPEATING: Final = ("oom", "device")
+
+
+@dataclass
+class _Engine:
+    """What the engine that runs now has been sent and has answered."""
+
+    hello: bool = False
+    load_sent: bool = False
+    model_ready: bool = False
+    arms_sent: dict[str, Policy] = field(default_factory=dict)
+    arms_settled: set[str] = field(default_factory=set)
+    arms_ready: set[str] = field(default_factory=set)
+    workload_sent: Workload | None = None
+    workload_ready: bool = False
+    loop_arms: list[str] | None = None
+    stop_sent: bool = False
+    failure: p.Failure | None = None
+
+
+class LiveSession:
+    """Every method returns at once and may be called from any thread; results come with ``view()``.
+
+    Arms are "A" and "B"; ``reference`` (B) is what ratios are against.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        engine_argv: Sequence[str] | None = None,
+        sensors_argv: Sequence[str] | None = None,
+        sensors: bool = True,
+        min_effect: float = 0.01,
+        reference: str = "B",
+    ) -> None:
+        self.run = run
+        self.reference = reference
+        self.journal = Journal(run.journal_path)
+        self.supervisor = Supervisor(
+            run,
+            self._on_event,
+            journal=self.journal,
+            engine_argv=engine_argv,
+            sensors_argv=sensors_argv,
+            sensors=sensors,
+        )
+        self.session = Session(
+            run,
+            self.journal,
+            min_effect=min_effect,
+            reference=reference,
+            silence=self.supervisor.engine_silence,
+        )
+        self._lock = threading.RLock()
+        self._engine = _Engine()
+        self._load: p.Load | None = None
+        self._hold_load = False
+        self._policies: dict[str, Policy] = {}
+        self._ready: dict[str, Policy] = {}
+        self._workload: Workload | None = None
+        self._active = "A"
+        self._interleave = False
+        self._loop = False
+        self._seed = 0
+        self._started = False
+
+    # -- what the person may do ------------------------------------------------------------------------------------------
+
+    def start(
+        self, load: p.Load, a: Policy, b: Policy, workload: Workload, *, active: str = "A", loop: bool = False
+    ) -> None:
+        """Start the workers and, as soon as they are there, everything else. With ``loop`` the workload runs as soon
+        as it can. Called again with another model, it takes a new engine for it."""
+        with self._lock:
+            another = self._started and load != self._load
+            self._load, self._workload = load, workload
+            self._seed = workload.seed
+            self._active, self._loop = active, loop
+            for arm, policy in (("A", a), ("B", b)):
+                self._policies[arm] = policy
+                self.session.want(arm, policy)
+            self.session.intend(active=active, loop=loop)
+            if not self._started:
+                self._started = True
+                self.supervisor.start()
+            elif another:
+                self._ready.clear()
+                self.restart_engine()
+            else:
+                self._advance()
+
+    def set_policy(self, arm: str, policy: Policy) -> None:
+        """Make ``arm`` follow ``policy``; the arm goes on with what it has until that is ready. What is resident is
+        there with the next request."""
+        with self._lock:
+            self._policies[arm] = policy
+            self._engine.arms_sent.pop(arm, None)
+            self.session.want(arm, policy)
+            self._advance()
+
+    def set_workload(self, workload: Workload) -> None:
+        """Another workload; a running loop is ended for it and goes on with the new one."""
+        with self._lock:
+            self._workload = workload
+            self._engine.workload_sent = None
+            self._advance()
+
+    def select(self, arm: str) -> None:
+        """The next requests use ``arm``."""
+        with self._lock:
+            self._active = arm
+            self.session.intend(active=arm)
+            if self._engine.loop_arms is not None and arm in self._engine.loop_arms:
+                self.supervisor.send(p.SelectArm(arm=arm))
+
+    def interleave(self, on: bool) -> None:
+        """Alternate both arms in ABBA blocks, or not."""
+        with self._lock:
+            self._interleave = on
+            self.session.intend(interleave=on)
+            if self._engine.loop_arms is not None:
+                self.supervisor.send(p.Interleave(on=on and len(self._engine.loop_arms) > 1))
+
+    def start_loop(self) -> None:
+        """Run the workload without end, now or as soon as model, arm and workload are ready."""
+        with self._lock:
+            self._loop = True
+            self.session.intend(loop=True)
+            self._advance()
+
+    def stop(self) -> None:
+        """End the loop at the next token."""
+        with self._lock:
+            self._loop = False
+            self.session.intend(loop=False)
+            self._stop_sending()
+
+    def cancel(self) -> None:
+        """Cancel loading, converting or packing."""
+        self.supervisor.send(p.CancelTask())
+
+    def restart_engine(self) -> None:
+        """Replace the engine; also the way back after it was given up. Everything wanted is sent again."""
+        with self._lock:
+            self._hold_load = False
+            self.supervisor.restart_engine()
+
+    def close(self, timeout: float = 4.0) -> None:
+        """End both workers (within ``timeout`` seconds) and the journal."""
+        self.supervisor.close(timeout)
+        self.session.close()
+
+    # -- what a screen may read --------------------------------------------------------------------------------------------
+
+    def view(self, window_s: float | None = 120.0) -> SessionView:
+        return replace(self.session.view(window_s), garbage=self.supervisor.garbage)
+
+    def events(self, since_ns: int | None = None) -> list[Any]:
+        """Everything recorded so far, complete, for a snapshot."""
+        return self.session.events(since_ns)
+
+    def note(self, level: str, text: str, hint: str | None = None) -> None:
+        """A line of the event log: ``level`` info, warn or error. It is journaled."""
+        self.record(p.Note(level=level, text=text, hint=hint))
+
+    def record(self, event: p.Message) -> None:
+        """Journal an event of the app's own (a saved snapshot) and show it."""
+        self.journal.write(p.encode(event))
+        self.session.apply(event)
+
+    # -- the engine's answers --------------------------------------------------------------------------------------------
+
+    def _on_event(self, event: Any) -> None:
+        self.session.apply(event)
+        if isinstance(event, (p.Request, p.SensorSample, p.StageSample, p.Progress, p.Pong)):
+            return
+        with self._lock:
+            self._note_answer(event)
+            self._advance()
+
+    def _note_answer(self, e: Any) -> None:
+        engine = self._engine
+        match e:
+            case p.Hello(role="engine"):
+                self._engine = _Engine(hello=True)
+            case p.WorkerExited(role="engine"):
+                self._engine_gone(e)
+            case p.Failure(fatal=True):
+                engine.failure = e
+            case p.ModelReady():
+                engine.model_ready = True
+            case p.ArmReady():
+                engine.arms_ready.add(e.arm)
+                self._ready[e.arm] = e.policy
+                if engine.arms_sent.get(e.arm) == e.policy:
+                    engine.arms_settled.add(e.arm)
+            case p.ArmRefused():
+                self._refused(e.arm, e.policy)
+            case p.TaskEnded(task="pack", ok=False):
+                waiting = [a for a in engine.arms_sent if a not in engine.arms_settled]
+                named = [a for a in waiting if engine.arms_sent[a].name == e.label]
+                for arm in (named or waiting)[:1]:
+                    self.session.give_up(arm, "cancelled" if e.cancelled else e.text or "packing failed")
+                    self._refused(arm, engine.arms_sent[arm].name)
+            case p.WorkloadReady():
+                engine.workload_ready = engine.workload_sent is not None
+            case p.RunEnded():
+                engine.loop_arms, engine.stop_sent = None, False
+                if e.reason == "failed":
+                    self._loop = False
+                    self.session.intend(loop=False)
+
+    def _refused(self, arm: str, name: str) -> None:
+        sent = self._engine.arms_sent.get(arm)
+        if sent is None or sent.name != name:
+            return
+        self._engine.arms_settled.add(arm)
+        # What was refused is not asked of the next engine; what the arm still has is.
+        if self._policies.get(arm) == sent:
+            self._fall_back(arm)
+
+    def _fall_back(self, arm: str) -> None:
+        if arm in self._ready:
+            self._policies[arm] = self._ready[arm]
+            if arm in self._engine.arms_ready:
+                self._engine.arms_sent[arm] = self._ready[arm]
+        else:
+            self._policies.pop(arm, None)
+
+    def _engine_gone(self, e: p.WorkerExited) -> None:
+        old, self._engine = self._engine, _Engine()
+        if e.expected or old.failure is None or old.failure.kind not in REPEATING:
+            return
+        if old.load_sent and not old.model_ready:
+            self._hold_load = True
+        for arm in [a for a in old.arms_sent if a not in old.arms_settled]:
+            self.session.give_up(arm, e.text)
+            self._fall_back(arm)
+        if old.loop_arms is not None and self._loop:
+            self._loop = False
+            self.session.intend(loop=False)
+            self.session.note(
+                "info", "the loop is not started again by itself: it would meet the same failure"
+            )
+
+    # -- sending what is wanted and possible ---------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        engine = self._engine
+        if not engine.hello or self._load is None or self._hold_load:
+            return
+        if not engine.load_sent:
+            engine.load_sent = self.supervisor.send(self._load)
+            return
+        if not engine.model_ready:
+            return
+        for arm in ("B", "A"):
+            policy = self._policies.get(arm)
+            if policy is not None and engine.arms_sent.get(arm) != policy:
+                self.session.want(arm, policy)
+                engine.arms_settled.discard(arm)
+                engine.arms_sent[arm] = policy
+                self.supervisor.send(p.SetArm(arm=arm, policy=policy))
+        if self._workload is not None and engine.workload_sent != self._workload:
+            if engine.loop_arms is not None:
+                self._stop_sending()
+                return
+            engine.workload_sent, engine.workload_ready = self._workload, False
+            self.supervisor.send(p.SetWorkload(workload=self._workload))
+        if self._loop:
+            self._advance_loop()
+
+    def _advance_loop(self) -> None:
+        engine = self._engine
+        ready = sorted(engine.arms_ready, key=lambda arm: (arm != self.reference, arm))
+        if engine.loop_arms is not None:
+            if engine.loop_arms != ready:
+                self._stop_sending()  # and started again, with all arms, when it has ended
+            return
+        waiting = [a for a in engine.arms_sent if a not in engine.arms_settled and a not in engine.arms_ready]
+        if not engine.workload_ready or waiting or self._active not in ready:
+            return
+        engine.loop_arms = ready
+        both = self._interleave and len(ready) > 1
+        self.supervisor.send(p.StartLoop(arm=self._active, arms=ready, interleave=both, seed=self._seed))
+
+    def _stop_sending(self) -> None:
+        if self._engine.loop_arms is not None and not self._engine.stop_sent:
+            self._engine.stop_sent = True
+            self.supervisor.send(p.Stop())

@@ -1,0 +1,113 @@
+"""Events as lines of the event log: what a person is told, and how loudly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdq_tui.core.protocol import (
+    ArmReady,
+    ArmRefused,
+    ArmSwitched,
+    Failure,
+    ModelReady,
+    Note,
+    RunEnded,
+    SensorState,
+    SnapshotSaved,
+    TaskEnded,
+    WorkerExited,
+    WorkloadReady,
+    WorkloadRefused,
+)
+
+#: (level, text, hint)
+Line = tuple[str, str, str | None]
+
+
+def lines(event: Any) -> list[Line]:
+    """What to tell about one event; nothing for most."""
+    match event:
+        case Note():
+            return [(event.level, event.text, event.hint)]
+        case Failure(fatal=False):  # a fatal one is told by the worker's end
+            return [("error", failure_sentence(event), event.hint)]
+        case ArmReady():
+            return _arm_ready(event)
+        case ArmRefused():
+            return [("error", f"arm {event.arm}: {event.policy} refused: {event.reason}", event.hint)]
+        case ArmSwitched():
+            text = f"arm switched to {event.arm} ({event.policy}) at request {event.at_request}"
+            return [("info", text, None)]
+        case ModelReady():
+            return [("warn", note, None) for note in event.model.notes]
+        case WorkloadReady():
+            return _workload_ready(event)
+        case WorkloadRefused():
+            return [("error", f"workload refused: {event.reason}", event.hint)]
+        case RunEnded(reason=reason) if reason in ("failed", "budget"):
+            return [("warn", f"the run ended ({reason}) after {event.requests} requests", None)]
+        case TaskEnded(cancelled=True):
+            return [("info", f"{event.task} {event.label}: cancelled", None)]
+        case TaskEnded(ok=False):
+            return [("error", f"{event.task} {event.label}: {event.text or 'failed'}", None)]
+        case SensorState():
+            level = "info" if event.nvml in ("ok", "absent") else "warn"
+            found: list[Line] = [(level, event.text, event.hint)] if event.text else []
+            if event.nvml == "ok" and event.engine_gpu is None and event.engine_gpu_reason:
+                found.append(("info", event.engine_gpu_reason, None))
+            return found
+        case SnapshotSaved():
+            return [("info", f"snapshot {event.name} saved  {event.arm}  {event.path}", None)]
+        case WorkerExited(expected=False):
+            if event.role == "sensors" and event.replaced:
+                return []
+            tail = "; it is started again" if event.replaced else ""
+            return [("warn" if event.role == "sensors" else "error", event.text + tail, None)]
+    return []
+
+
+def _arm_ready(event: ArmReady) -> list[Line]:
+    how = "resident" if event.resident else f"packed in {event.seconds:.1f} s"
+    found: list[Line] = [("info", f"arm {event.arm}: {event.policy.name} ready ({how})", None)]
+    found += [("warn", f"arm {event.arm}: {text}", None) for text in event.warnings]
+    for fallback in event.fallbacks:
+        more = f" and {fallback.modules - 1} more" if fallback.modules > 1 else ""
+        text = (
+            f"arm {event.arm}, {fallback.stage}: {fallback.module}{more} runs {fallback.used}, "
+            f"not {fallback.wanted}: {fallback.reason}"
+        )
+        found.append(("warn", text, None))
+    for stage, coverage in event.coverage.items():
+        if not coverage.converted_parameters:
+            continue  # a dense stage converts nothing, and means to
+        left = [m for m in coverage.left if not m.module.endswith("lm_head")]
+        if left:
+            names = ", ".join(m.module for m in left[:3]) + (" …" if len(left) > 3 else "")
+            modules = "module" if len(left) == 1 else "modules"
+            text = f"arm {event.arm}, {stage}: {len(left)} {modules} left in the model's dtype ({names}): {left[0].reason}"
+            found.append(("warn", text, None))
+    return found
+
+
+def _workload_ready(event: WorkloadReady) -> list[Line]:
+    found: list[Line] = [("info", note, None) for note in event.notes]
+    if event.refused:
+        total = event.prompts + len(event.refused)
+        first = event.refused[0]
+        more = f" (and {len(event.refused) - 1} more)" if len(event.refused) > 1 else ""
+        text = f"{event.prompts} of {total} prompts run; prompt {first.number}: {first.reason}{more}"
+        found.append(("warn", text, None))
+    return found
+
+
+def failure_sentence(failure: Failure) -> str:
+    """A failure with its stage and, for memory, the wanted and the free bytes."""
+    text = failure.message
+    if failure.stage and failure.stage not in text:
+        text += f" in {failure.stage}"
+    sizes = [
+        f"{value / 2**30:.2f} GiB {word}"
+        for value, word in ((failure.wanted_bytes, "wanted"), (failure.free_bytes, "free"))
+        if value is not None
+    ]
+    return f"{text} ({', '.join(sizes)})" if sizes else text
