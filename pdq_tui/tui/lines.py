@@ -69,6 +69,29 @@ def fit(text: str, width: int) -> str:
     return cut + "~" + " " * (width - 1 - cell_len(cut))
 
 
+def wrapped(text: str, width: int) -> list[str]:
+    """``text`` in lines of at most ``width`` cells, broken at blanks where it can be; at least one line."""
+    width = max(4, width)
+    lines = [""]
+    for whole in text.split():
+        word = whole
+        joined = f"{lines[-1]} {word}" if lines[-1] else word
+        if cell_len(joined) <= width:
+            lines[-1] = joined
+            continue
+        if lines[-1]:
+            lines.append("")
+        while cell_len(word) > width:  # a path has no blanks
+            head = word
+            while cell_len(head) > width:
+                head = head[: max(1, len(head) - max(1, (cell_len(head) - width) // 2))]
+            lines[-1] = head
+            lines.append("")
+            word = word[len(head) :]
+        lines[-1] = word
+    return lines
+
+
 def sentence(error: Exception) -> str:
     """An error as one line for a person: ours in its own words, the system's with the file it is about."""
     if isinstance(error, PdqError):

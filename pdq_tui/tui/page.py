@@ -12,7 +12,7 @@ from textual.containers import Vertical
 from textual.screen import Screen
 from textual.widgets import Input, Static
 
-from pdq_tui.tui.lines import LineList, is_ascii
+from pdq_tui.tui.lines import LineList, is_ascii, literal
 
 
 class KeyLine(Static):
@@ -129,11 +129,11 @@ class Page(Screen[None]):
         """Called when the window has another size."""
 
     def set_title(self, text: str) -> None:
-        self.query_one("#title", Static).update(f"pdq  {self.TITLE_WORD}   {text}")
+        self.query_one("#title", Static).update(literal(f"pdq  {self.TITLE_WORD}   {text}"))
 
     def say(self, text: str) -> None:
         """A sentence about what was just done or could not be done; stays until the next."""
-        self.query_one("#said", Static).update(text)
+        self.query_one("#said", Static).update(literal(text))
 
     @property
     def said(self) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,26 +17,21 @@ from pdq_tui import locations
 from pdq_tui.core import catalog
 from pdq_tui.core.policy import Policy, policy_to_toml
 from pdq_tui.errors import PdqError
+from pdq_tui.store.atomic import write_file
 from pdq_tui.tui import policy_edit
 from pdq_tui.tui.ask import Ask, Pick, Write
 from pdq_tui.tui.coverage import coverage_lines
-from pdq_tui.tui.lines import Line, LineList, drawn, fit, literal, sentence
+from pdq_tui.tui.lines import Line, LineList, drawn, fit, literal, sentence, wrapped
 from pdq_tui.tui.page import Page
 
 
-def write_policy(policy: Policy, path: Path) -> None:
-    """Write a policy file: complete or not at all. Raises OSError with the file's name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+def write_policy(policy: Policy, path: Path, over: bool) -> None:
+    """Write a policy file, complete or not at all. Raises PdqError, also where it exists and ``over`` is False."""
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(policy_to_toml(policy))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PdqError(f"{path.parent} cannot be made: {error.strerror}") from error
+    write_file(path, policy_to_toml(policy).encode(), force=over)
 
 
 class PoliciesScreen(Page):
@@ -213,7 +206,7 @@ class PoliciesScreen(Page):
         if draft is None:
             entry = self.entries.get(name or "")
             reason = entry.error if entry and entry.error else "choose a policy on the left"
-            edit.set_lines([Line.of(literal(part), "warn") for part in reason.splitlines()])
+            edit.set_lines([Line.of(part, "warn") for part in wrapped(literal(reason), edit.size.width - 3)])
             valid.update("")
             self.set_title(f"{literal(name)}: damaged" if entry else "")
             return
@@ -406,11 +399,9 @@ class PoliciesScreen(Page):
     @work(thread=True, group="policies")
     def _write(self, name: str, policy: Policy, path: Path, over: bool) -> None:
         try:
-            if path.exists() and not over:
-                raise PdqError(f"{path} exists and holds another policy", "give this one another name")
-            write_policy(policy, path)
-        except (PdqError, OSError) as error:
-            self.app.call_from_thread(self.say, f"not written: {sentence(error)}")
+            write_policy(policy, path, over)
+        except PdqError as error:
+            self.app.call_from_thread(self.say, f"not written: {literal(error.message)}")
             return
         self.app.call_from_thread(self._written, name, policy, path)
 

@@ -1,0 +1,153 @@
+"""The export dialog: what was compared or measured, as files; a full disk leaves the dialog and the results standing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual import work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.screen import ModalScreen
+from textual.widgets import Input, Static
+
+from pdq_tui.core.document import run_document
+from pdq_tui.errors import PdqError
+from pdq_tui.tui.ask import BOX
+from pdq_tui.tui.lines import Line, LineList, drawn, fit, is_ascii, literal, sentence
+
+FORMATS = (
+    ("md", "tables to read and paste"),
+    ("json", "everything, strict JSON, for scripts"),
+    ("csv", "one row a metric, for a spreadsheet"),
+    ("parquet", "typed columns, for polars or pandas"),
+)
+
+#: Makes what is exported; called in a thread. None of a screen's widgets may be touched there.
+Subject = Callable[[], Any]
+
+
+class ExportDialog(ModalScreen[None]):
+    """Exports ``subject`` (a comparison or a run's document; by default all that this run has measured).
+
+    ``name`` says what it is. Files go to ``folder``, by default the run's own; nothing there is overwritten unless
+    the same export is asked for twice in a row.
+    """
+
+    DEFAULT_CSS = (
+        "ExportDialog {"
+        + BOX
+        + """
+        & #told { max-height: 6; margin-top: 1; }
+    }
+    """
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("space", "switch", "On or off", id="export.toggle", tooltip="this format on or off"),
+        Binding("enter", "export", "Export", id="export.go", tooltip="write the files"),
+        Binding("escape", "dismiss(None)", "Close", id="export.close", tooltip="close; nothing is lost"),
+    ]
+
+    def __init__(
+        self, subject: Subject | None = None, what: str = "this run", folder: Path | None = None
+    ) -> None:
+        super().__init__()
+        self.subject, self.what, self.folder = subject, what, folder
+        self.formats = {"md", "json"}
+        self.busy = False
+        self._asked: tuple[str, frozenset[str]] | None = None
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="box") as box:
+            box.border_title = "export"
+            yield Static(f"{literal(self.what)}, as", markup=False)
+            yield LineList(id="formats")
+            yield Static("into the directory", markup=False)
+            yield Input(id="folder")
+            yield Static(id="told", markup=False)
+
+    def on_mount(self) -> None:
+        self.set_class(is_ascii(self.app), "-ascii")
+        if self.folder is None:
+            self.folder = Path(self._session().view().run_dir)
+        self.query_one(Input).value = str(self.folder)
+        box = self.query_one(LineList)
+        box.styles.height = len(FORMATS)
+        box.focus()
+        self._show()
+        self._tell("space on or off   tab directory   enter export   esc close")
+
+    def _session(self) -> Any:
+        return getattr(self.app, "session")  # noqa: B009 - the app's class is not this room's to know
+
+    def _show(self) -> None:
+        lines = []
+        for name, note in FORMATS:
+            mark = "[x]" if name in self.formats else "[ ]"
+            lines.append(Line(((f"{mark} {fit(name, 8)} ", ""), (note, "dim")), name))
+        self.query_one(LineList).set_lines(lines)
+
+    def _tell(self, text: str) -> None:
+        self.query_one("#told", Static).update(drawn(self.app, text))
+
+    @property
+    def told(self) -> str:
+        """The sentence that the dialog shows now."""
+        return str(self.query_one("#told", Static).content)
+
+    def action_switch(self) -> None:
+        key = self.query_one(LineList).key
+        if isinstance(key, str):
+            self.formats ^= {key}
+            self._show()
+
+    def on_line_list_chosen(self) -> None:
+        self.action_switch()
+
+    def on_input_submitted(self) -> None:
+        self.action_export()
+
+    def action_export(self) -> None:
+        where = self.query_one(Input).value.strip()
+        formats = [name for name, _ in FORMATS if name in self.formats]
+        if self.busy:
+            self._tell("still writing …")
+        elif not formats:
+            self._tell("no format is on: space turns one on")
+        elif not where:
+            self._tell("no directory given")
+        else:
+            asked = (where, frozenset(formats))
+            self.busy = True
+            self._tell("writing …")
+            self._write(Path(where).expanduser(), formats, asked == self._asked)
+            self._asked = asked
+
+    @work(thread=True, group="export")
+    def _write(self, folder: Path, formats: list[str], force: bool) -> None:
+        from pdq_tui import report  # polars comes with it: not before somebody exports
+
+        try:
+            body = self.subject() if self.subject is not None else self._measured()
+            paths = report.write(body, formats, folder, force)
+        except PdqError as error:
+            text = f"nothing lost, but not exported: {literal(error.message)}. Another directory?"
+        except OSError as error:
+            text = f"nothing lost, but not exported: {sentence(error)}. Another directory?"
+        else:
+            names = ", ".join(literal(path.name) for path in paths)
+            text = f"{len(paths)} files in {literal(folder)}: {names}"
+        self.app.call_from_thread(self._written, text)
+
+    def _measured(self) -> Any:
+        session = self._session()
+        document = run_document(session.run.meta, session.events())
+        if not document["arms"]:
+            raise PdqError("nothing was measured yet")
+        return document
+
+    def _written(self, text: str) -> None:
+        self.busy = False
+        self._tell(text)

@@ -1,0 +1,132 @@
+"""Help: the keys that work on this screen, what the focused number means, and what the marks stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.screen import ModalScreen, Screen
+
+from pdq_tui.core.metrics import METRICS, Metric
+from pdq_tui.tui.ask import BOX
+from pdq_tui.tui.lines import Line, LineList, drawn, fit, is_ascii, literal, wrapped
+from pdq_tui.tui.page import key_name
+
+#: Shown with every help: no mark is explained by its colour.
+MARKS = (
+    ("✓", "ok"),
+    ("✗", "failed or refused"),
+    ("!", "warning"),
+    ("?", "unsure: neither better, worse nor the same can be said"),
+    ("▲ ▼", "the number is higher, lower than the reference; the word says whether that is better"),
+    ("=", "same: the interval lies inside the threshold"),
+    ("★", "reference, always the left column"),
+    ("⚑", "conditions differ: the row is flagged"),
+    ("±", "half of the 95 % interval of the median"),
+    ("*", "a policy changed but not written to a file"),
+    ("n/a", "not available; the reason stands beside it or in 6 Log"),
+)
+
+
+class HelpScreen(ModalScreen[None]):
+    """Opened over another screen. ``metric``: id of the focused panel's metric; ``subject``: the screen explained,
+    by default the one below."""
+
+    DEFAULT_CSS = (
+        "HelpScreen {"
+        + BOX
+        + """
+        & > #box { width: 80; height: 90%; min-height: 3; }
+        & LineList { height: 1fr; max-height: 100%; }
+    }
+    """
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,question_mark,f1,q", "dismiss(None)", "Close", id="help.close", tooltip="close help"),
+    ]
+    HORIZONTAL_BREAKPOINTS = [(0, "-thin"), (76, "-wide")]  # noqa: RUF012 - the base declares it so
+
+    def __init__(self, metric: str | None = None, subject: Screen[Any] | None = None) -> None:
+        super().__init__()
+        self.metric = METRICS.get(metric) if metric else None
+        self.subject = subject
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="box") as box:
+            box.border_title = "help"
+            box.border_subtitle = "j k g G scroll   esc closes"
+            yield LineList(id="help", cursor=False)
+
+    def on_mount(self) -> None:
+        self.set_class(is_ascii(self.app), "-ascii")
+        if self.subject is None:
+            below = [screen for screen in self.app.screen_stack if screen is not self]
+            self.subject = below[-1] if below else None
+        self.query_one(LineList).focus()
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._fill)
+
+    def _fill(self) -> None:
+        box = self.query_one(LineList)
+        width = max(20, box.size.width - 1)
+        lines: list[Line] = []
+        if self.metric is not None:
+            lines += metric_lines(self.metric, width)
+        if self.subject is not None:
+            lines += key_lines(self.subject, width)
+        lines.append(Line.of("MARKS", "head"))
+        for mark, meaning in MARKS:
+            lines += _row(mark, meaning, width, 6)
+        box.set_lines(
+            [Line(tuple((drawn(self.app, text), role) for text, role in line.parts)) for line in lines]
+        )
+
+
+def metric_lines(metric: Metric, width: int) -> list[Line]:
+    """Name, unit, formula and why of one metric, wrapped to ``width``."""
+    better = {"lower": "lower is better", "higher": "higher is better"}.get(
+        metric.better or "", "neither direction is better by itself"
+    )
+    unit = metric.shown_unit or "bytes"
+    lines = [Line.of(f"THIS PANEL: {metric.short}  {metric.name}", "head")]
+    for label, text in (("unit", f"{unit}; {better}"), ("is", metric.formula), ("why", metric.why)):
+        lines += _row(label, text, width, 6)
+    return [*lines, Line.of("")]
+
+
+def key_lines(screen: Screen[Any], width: int) -> list[Line]:
+    """The keys of ``screen`` as they are bound now (a keymap may have moved them), then the app's own."""
+    groups: dict[str, dict[tuple[str, str], list[str]]] = {"THIS SCREEN": {}, "MOVING": {}, "EVERYWHERE": {}}
+    for key, active in screen.active_bindings.items():
+        binding = active.binding
+        if binding.system and not binding.description:
+            continue
+        if active.node is screen.app or active.node.app is active.node:
+            group = "EVERYWHERE"
+        else:
+            group = "THIS SCREEN" if active.node is screen else "MOVING"
+        words = (literal(binding.description), literal(active.tooltip or ""))
+        if any(words):
+            groups[group].setdefault(words, []).append(key_name(binding.key_display or key))
+    lines: list[Line] = []
+    for group, entries in groups.items():
+        if entries:
+            lines.append(Line.of(group, "head"))
+            for (description, tooltip), keys in entries.items():
+                text = tooltip or description
+                lines += _row(" ".join(keys), text, width, 12)
+            lines.append(Line.of(""))
+    return lines
+
+
+def _row(label: str, text: str, width: int, column: int) -> Iterable[Line]:
+    room = max(10, width - column - 3)
+    rows = wrapped(text, room)
+    head = f" {fit(label, column)}" if len(label) <= column else f" {label} "
+    yield Line(((head, "mark"), (rows[0], "")))
+    for row in rows[1:]:
+        yield Line.of(" " * (column + 1) + row)
