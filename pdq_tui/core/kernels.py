@@ -1,0 +1,314 @@
+"""Kernel candidates: which kernel multiplies a linear layer, under which limits, and which is best for a row count.
+
+The tables are data (``kernels_cfg/<device kind>.toml``, a user's file on top), validated as strictly as policies. What a
+candidate *does* lives in the engine under its ``op``; here are only its limits and its order.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from pdq_tui import locations
+from pdq_tui.core.policy import GROUP_SIZES, Format
+from pdq_tui.errors import UsageError
+
+SCHEMA: Final = 1
+DEVICES: Final = ("cpu", "cuda")
+WEIGHTS: Final = ("dense", "int8", "int4")
+ACTIVATIONS: Final = ("model", "int8")
+DTYPES: Final = ("bf16", "fp16", "fp32")
+ARITHMETIC: Final = ("model", "fp32", "int8")
+#: What the engine can detect and a candidate can need or lack: multiplication of bf16 and int8 in hardware.
+FEATURES: Final = ("avx2", "avx512", "bf16", "vnni", "amx")
+#: op → the layouts of packed bytes that it reads. The engine implements exactly these.
+OPS: Final[dict[str, tuple[str, ...]]] = {
+    "linear": ("dense",),
+    "linear-float32": ("dense",),
+    "int8pack": ("int8",),
+    "int8-dequantize": ("int8",),
+    "int8-dequantize-float32": ("int8",),
+    "w8a8-int_mm": ("int8",),
+    "w8a8-int8pack": ("int8",),
+    "w8a8-float32": ("int8",),
+    "int4pack-cpu": ("int4-cpu",),
+    "int4-dequantize": ("int4-cpu",),
+    "int4-dequantize-float32": ("int4-cpu",),
+    "int4-tinygemm": ("int4-tinygemm",),
+    "int4-plain": ("int4-plain",),
+}
+LAYOUTS: Final = tuple(sorted({layout for layouts in OPS.values() for layout in layouts}))
+MANY: Final = 1_000_000
+
+
+class Capability(msgspec.Struct, frozen=True):
+    """What a device can do. ``sm`` is the CUDA compute capability; ``features`` are of FEATURES."""
+
+    kind: str
+    features: tuple[str, ...] = ()
+    sm: tuple[int, int] | None = None
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One kernel and its limits. N: out features, K: in features, rows: tokens times batch in one call.
+
+    arithmetic  dtype of the multiplications: "model" (that of the weights or activations), "fp32" or "int8".
+    best_rows   inclusive range of row counts where it is preferred; no limit.
+    """
+
+    name: str
+    op: str
+    weights: str
+    layout: str
+    summary: str = ""
+    activations: str = "model"
+    dtypes: tuple[str, ...] = DTYPES
+    arithmetic: str = "model"
+    n_multiple: int = 1
+    k_multiple: int = 1
+    rows: tuple[int, int] = (1, MANY)
+    best_rows: tuple[int, int] = (1, MANY)
+    group_sizes: tuple[int, ...] = ()
+    needs: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    min_sm: tuple[int, int] | None = None
+    probe: bool = False
+    rank: int = 50
+
+    def misfit(self, capability: Capability, dtype: str) -> str | None:
+        """Why this device or dtype rules it out, whatever the layer; None where it does not."""
+        if dtype not in self.dtypes:
+            return f"{self.name} takes {', '.join(self.dtypes)}, not {dtype}"
+        for feature in self.needs:
+            if feature not in capability.features:
+                return f"{self.name} needs {feature} arithmetic, which this device lacks"
+        for feature in self.lacks:
+            if feature in capability.features:
+                return f"{self.name} is for devices without {feature} arithmetic"
+        if self.min_sm is not None and (capability.sm is None or capability.sm < self.min_sm):
+            has = "none" if capability.sm is None else "{}.{}".format(*capability.sm)
+            return f"{self.name} needs compute capability {self.min_sm[0]}.{self.min_sm[1]}, this device has {has}"
+        return None
+
+    def shape_misfit(self, N: int, K: int, rows: int, group_size: int) -> str | None:
+        """Why this layer's shape rules it out; None where it fits."""
+        if K % self.k_multiple:
+            return f"{self.name} needs in_features divisible by {self.k_multiple}, not {K}"
+        if N % self.n_multiple:
+            return f"{self.name} needs out_features divisible by {self.n_multiple}, not {N}"
+        if not self.rows[0] <= rows <= self.rows[1]:
+            return f"{self.name} takes {self.rows[0]} to {self.rows[1]} rows, not {rows}"
+        if self.group_sizes and group_size not in self.group_sizes:
+            return f"{self.name} takes groups of {', '.join(map(str, self.group_sizes))}, not {group_size}"
+        return None
+
+    def order(self, rows: int) -> tuple[bool, int, str]:
+        """Sort key: the best for ``rows`` first."""
+        return (not self.best_rows[0] <= rows <= self.best_rows[1], self.rank, self.name)
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """``candidate`` None: nothing fits, and ``reasons`` say why. ``passed_over``: what would have come first on this
+    device but for the layer's shape (or a failed probe), with the reason."""
+
+    candidate: Candidate | None
+    reasons: tuple[str, ...] = ()
+    passed_over: tuple[str, str] | None = None
+
+
+class KernelTable(msgspec.Struct, frozen=True):
+    """All candidates of one kind of device."""
+
+    device: str
+    candidates: tuple[Candidate, ...]
+    origins: tuple[str, ...] = ()
+
+    def of(self, fmt: Format, layout: str | None = None) -> list[Candidate]:
+        weights = "dense" if fmt.dense else fmt.weights
+        return [
+            c
+            for c in self.candidates
+            if c.weights == weights
+            and c.activations == fmt.activations
+            and (layout is None or c.layout == layout)
+        ]
+
+    def layouts(self, fmt: Format, N: int, K: int, dtype: str, capability: Capability) -> list[str]:
+        """Layouts of packed bytes that fit this layer, best first: the order of the best candidate that reads each."""
+        found: dict[str, int] = {}
+        for c in self.of(fmt):
+            if c.misfit(capability, dtype) or c.shape_misfit(N, K, c.rows[0], fmt.group_size):
+                continue
+            found[c.layout] = min(found.get(c.layout, c.rank), c.rank)
+        return sorted(found, key=lambda layout: (found[layout], layout))
+
+    def choose(
+        self,
+        fmt: Format,
+        N: int,
+        K: int,
+        rows: int,
+        dtype: str,
+        capability: Capability,
+        *,
+        layout: str | None = None,
+        broken: Iterable[str] = (),
+    ) -> Choice:
+        """The best candidate for one layer and row count.
+
+        ``layout`` restricts the choice to kernels that read bytes already packed so; ``broken`` names candidates whose
+        probe failed.
+        """
+        bad = frozenset(broken)
+        reasons: list[str] = []
+        first_missed: tuple[str, str] | None = None
+        for c in sorted(self.of(fmt), key=lambda c: c.order(rows)):
+            reason = c.misfit(capability, dtype)
+            if reason is not None:
+                reasons.append(reason)
+                continue
+            reason = c.shape_misfit(N, K, rows, fmt.group_size)
+            if reason is None and c.name in bad:
+                reason = f"{c.name} failed its probe on this device"
+            if reason is None and layout is not None and c.layout != layout:
+                reasons.append(f"{c.name} reads another layout of the weights than {layout}")
+                continue
+            if reason is None:
+                return Choice(c, tuple(reasons), first_missed)
+            reasons.append(reason)
+            first_missed = first_missed or (c.name, reason)
+        if not reasons:
+            reasons.append(f"no kernel for {fmt.label} on {self.device}")
+        return Choice(None, tuple(reasons), first_missed)
+
+
+# -- TOML ------------------------------------------------------------------------------------------------------------
+
+_KEYS: Final = frozenset(Candidate.__struct_fields__)
+_REQUIRED: Final = ("name", "op", "weights", "layout")
+
+
+def load_kernels(device: str, user_dir: Path | None = None) -> KernelTable:
+    """The shipped table for "cpu" or "cuda" with the user's entries on top (same name replaces). Raises UsageError."""
+    if device not in DEVICES:
+        raise UsageError(f"no kernel table for {device!r}", f"legal: {', '.join(DEVICES)}")
+    shipped = locations.shipped("kernels_cfg") / f"{device}.toml"
+    user = (user_dir or locations.config_dir() / "kernels_cfg") / f"{device}.toml"
+    found: dict[str, Candidate] = {}
+    origins = []
+    for path in (shipped, user):
+        if path == user and not path.is_file():
+            continue
+        for candidate in read_kernels(path, device):
+            found[candidate.name] = candidate
+        origins.append(str(path))
+    return KernelTable(device, tuple(found.values()), tuple(origins))
+
+
+def read_kernels(path: Path, device: str) -> list[Candidate]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
+    return parse_kernels(text, device, str(path))
+
+
+def parse_kernels(text: str, device: str, origin: str = "kernels") -> list[Candidate]:
+    """Validate one document. Raises UsageError naming file, key and the legal values."""
+    try:
+        doc = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{origin}: not TOML: {error}") from error
+    _known(origin, doc, {"schema", "device", "kernel"}, "")
+    if doc.get("schema") != SCHEMA:
+        raise UsageError(f"{origin}: schema: {doc.get('schema')!r} is not supported", f"legal: {SCHEMA}")
+    if doc.get("device") != device:
+        raise UsageError(f"{origin}: device: {doc.get('device')!r} does not belong here", f"legal: {device}")
+    entries = doc.get("kernel", [])
+    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
+        raise UsageError(f"{origin}: kernel: must be an array of tables", "write each as [[kernel]]")
+    found = [_candidate(origin, f"kernel[{i}]", entry) for i, entry in enumerate(entries)]
+    names = [c.name for c in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"{origin}: kernel.name: {name!r} stands there twice")
+    return found
+
+
+def _candidate(origin: str, where: str, entry: dict[str, Any]) -> Candidate:
+    for key in _REQUIRED:
+        if not isinstance(entry.get(key), str) or not entry[key]:
+            raise UsageError(
+                f"{origin}: {where}.{key}: is missing or no string", f"required: {', '.join(_REQUIRED)}"
+            )
+    where = f"kernel {entry['name']!r}"
+    _known(origin, entry, _KEYS, where + ".")
+    for key, legal in (
+        ("op", tuple(OPS)),
+        ("weights", WEIGHTS),
+        ("layout", LAYOUTS),
+        ("activations", ACTIVATIONS),
+        ("arithmetic", ARITHMETIC),
+    ):
+        _among(origin, f"{where}.{key}", [entry[key]] if key in entry else [], legal)
+    for key, words in (
+        ("dtypes", DTYPES),
+        ("needs", FEATURES),
+        ("lacks", FEATURES),
+        ("group_sizes", GROUP_SIZES),
+    ):
+        if key in entry:
+            if not isinstance(entry[key], list):
+                raise UsageError(
+                    f"{origin}: {where}.{key}: must be a list", f"legal: {', '.join(map(str, words))}"
+                )
+            _among(origin, f"{where}.{key}", entry[key], words)
+    for key in ("n_multiple", "k_multiple"):
+        if key in entry and (not _whole(entry[key]) or entry[key] < 1):
+            raise UsageError(
+                f"{origin}: {where}.{key}: {entry[key]!r} is not legal", "legal: whole numbers from 1"
+            )
+    for key in ("rows", "best_rows", "min_sm"):
+        if key in entry:
+            pair = entry[key]
+            ordered = key == "min_sm" or (isinstance(pair, list) and len(pair) == 2 and pair[:1] <= pair[1:])
+            if not isinstance(pair, list) or len(pair) != 2 or not all(map(_whole, pair)) or not ordered:
+                raise UsageError(
+                    f"{origin}: {where}.{key}: {pair!r} is not legal",
+                    "legal: two whole numbers, e.g. [1, 16]",
+                )
+    if entry["layout"] not in OPS[entry["op"]]:
+        raise UsageError(
+            f"{origin}: {where}.layout: {entry['op']} does not read {entry['layout']!r}",
+            f"legal: {', '.join(OPS[entry['op']])}",
+        )
+    try:
+        return msgspec.convert(entry, Candidate, strict=True)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{origin}: {where}: {error}") from error
+
+
+def _known(origin: str, table: dict[str, Any], allowed: Iterable[str], prefix: str) -> None:
+    legal = sorted(allowed)
+    for key in table:
+        if key not in legal:
+            near = difflib.get_close_matches(key, legal, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UsageError(f"{origin}: {prefix}{key}: unknown key", f"{hint}legal: {', '.join(legal)}")
+
+
+def _among(origin: str, key: str, values: Sequence[Any], legal: Sequence[Any]) -> None:
+    for value in values:
+        if value not in legal:
+            raise UsageError(
+                f"{origin}: {key}: {value!r} is not a legal value", f"legal: {', '.join(map(str, legal))}"
+            )
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
