@@ -26,6 +26,23 @@ _NO_ENERGY: Final = (
     "needs windows of at least 5 s in one stage on the energy counter, which this version does not make"
 )
 
+#: Keys of the contract's stages → ids of the metric registry.
+PREFILL_KEYS: Final = {
+    "ttft_ms": "ttft_ms",
+    "prefill_ms": "prefill_ms",
+    "tokens_per_s": "prefill_tokens_per_s",
+    "mfu": "prefill_mfu",
+    "explained": "prefill_explained",
+}
+DECODE_KEYS: Final = {
+    "tpot_ms": "tpot_ms",
+    "step_ms": "decode_step_ms",
+    "tokens_per_s": "decode_tokens_per_s",
+    "bandwidth_gbps": "bandwidth_gbps",
+    "mbu": "mbu",
+    "explained": "decode_explained",
+}
+
 Json = dict[str, Any]
 
 
@@ -208,7 +225,7 @@ def arm_document(facts: Facts, label: str) -> Json:
     put(out, "policy_digest", policy.digest if policy else (requests[-1].policy_digest if requests else None))
     put(out, "policy_text", msgspec.to_builtins(policy) if policy else None, "the engine never had it ready")
     put(out, "storage", policy.storage if policy else None, "the engine never had it ready")
-    for stage, ids in (("prefill", _PREFILL), ("decode", _DECODE)):
+    for stage, ids in (("prefill", PREFILL_KEYS), ("decode", DECODE_KEYS)):
         part: Json = {}
         for key, metric in ids.items():
             _put_summary(part, key, stats[metric])
@@ -249,23 +266,6 @@ def arm_document(facts: Facts, label: str) -> Json:
     for metric, value in drift(requests, facts.device, facts.model).items():
         put(out["drift"], metric, value, "fewer than 6 requests")
     return out
-
-
-_PREFILL: Final = {
-    "ttft_ms": "ttft_ms",
-    "prefill_ms": "prefill_ms",
-    "tokens_per_s": "prefill_tokens_per_s",
-    "mfu": "prefill_mfu",
-    "explained": "prefill_explained",
-}
-_DECODE: Final = {
-    "tpot_ms": "tpot_ms",
-    "step_ms": "decode_step_ms",
-    "tokens_per_s": "decode_tokens_per_s",
-    "bandwidth_gbps": "bandwidth_gbps",
-    "mbu": "mbu",
-    "explained": "decode_explained",
-}
 
 
 def _put_summary(into: Json, key: str, s: Summary) -> None:

@@ -211,7 +211,7 @@ def _speed_row(
 ) -> Row:
     judgement, reason = ratio.judgement, ratio.reason
     if spoiled:
-        judgement, reason = UNSURE, f"unsure ({spoiled})"
+        judgement, reason = UNSURE, spoiled
     ci = ratio.ci95
     return _row(
         b.id,
@@ -275,7 +275,7 @@ def _memory_row(
     word = _word(one.median, two.median, max(min_effect, SAMPLED_MEMORY_EFFECT if sampled else 0), "lower")
     reason = one.reason if one.median is None else two.reason if two.median is None else None
     if spoiled:
-        word, reason = UNSURE, f"unsure ({spoiled})"
+        word, reason = UNSURE, spoiled
     return _row(
         b.id,
         metric,

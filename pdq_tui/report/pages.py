@@ -1,0 +1,389 @@
+"""From a comparison or a run's document to a page that a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pdq_tui.core.document import DECODE_KEYS, PREFILL_KEYS
+from pdq_tui.core.metrics import METRICS, MISSING, Metric, format_bytes
+from pdq_tui.core.stats import Summary
+from pdq_tui.report.page import Formula, Page, Table
+from pdq_tui.store.compare import Comparison, Row, Side
+from pdq_tui.store.figures import FIGURES, Figure
+from pdq_tui.store.setup import SetupCheck
+
+Json = Mapping[str, Any]
+
+ARROWS: Final = {"better": "", "worse": "", "same": "= ", "unsure": "? "}
+HOLDS: Final = "Holds for this device, this engine and version, these kernels."
+_MARKS: Final = {"ok": "✓", "differs": "✗", "unknown": "?"}
+
+
+def about(metric: str) -> Metric | Figure:
+    """The registry's entry of a metric or a counted figure."""
+    return METRICS[metric] if metric in METRICS else FIGURES[metric]
+
+
+def value_text(metric: str, s: Summary) -> str:
+    """ "129.7 ±1.4": the median and half the width of its 95 % interval."""
+    entry = about(metric)
+    text = entry.format(s.median)
+    if s.median is None or s.ci95 is None or s.ci95[0] == s.ci95[1]:
+        return text
+    half = (s.ci95[1] - s.ci95[0]) / 2
+    if entry.unit == "B":
+        return f"{text} ±{entry.format(half)}"
+    shown = half * 100 if entry.unit == "1" else half
+    return f"{text} ±{shown:.0f}" if shown >= 100 else f"{text} ±{shown:.2g}"
+
+
+def judgement_text(row: Row) -> str:
+    """Word, arrow of the value's direction, and the flag where a condition differs."""
+    if not row.judgement:
+        return "–"
+    arrow = ARROWS[row.judgement]
+    if row.judgement in ("better", "worse") and row.delta is not None:
+        arrow = "▲ " if row.delta > 0 else "▼ "
+    return f"{arrow}{row.judgement}{' ⚑' if row.flagged else ''}"
+
+
+def percent_text(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:+.0f} %" if abs(value) >= 1000 else f"{value:+.1f} %"
+
+
+def interval_text(row: Row) -> str:
+    if row.ci95 is None:
+        return row.method if row.method != "medians" else "–"
+    low, high = row.ci95
+    return f"[{low:+.1f}, {high:+.1f}]"
+
+
+def delta_text(row: Row) -> str:
+    if row.delta is None:
+        return "–"
+    if row.delta == 0:
+        return "0"
+    text = about(row.metric).format(row.delta)
+    return text if row.delta < 0 else f"+{text}"
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+def comparison_page(c: Comparison, *, diff_only: bool = False) -> Page:
+    """``diff_only`` leaves out rows that are neither better nor worse, and says how many."""
+    tables = []
+    if len(c.candidates) > 1:
+        tables.append(_overview(c, diff_only))
+    tables += [_pair(c, side, diff_only) for side in c.candidates]
+    tables.append(_setup(c))
+    shown = list(dict.fromkeys(r.metric for r in c.rows if r.different or not diff_only))
+    return Page(
+        title=f"{', '.join(s.label for s in c.candidates)} against {c.reference.label}",
+        headline=" ".join(_headline(c, side) for side in c.candidates),
+        facts=[
+            *facts(c.conditions),
+            ("reference", f"{c.reference.label} ({c.reference.id})"),
+            *(("candidate", f"{s.label} ({s.id})") for s in c.candidates),
+            ("smallest effect that matters", f"{c.min_effect * 100:g} %"),
+        ],
+        tables=tables,
+        notes=[*c.notes, HOLDS],
+        formulas=formulas(shown),
+    )
+
+
+def _headline(c: Comparison, side: Side) -> str:
+    rows = {r.metric: r for r in c.rows_of(side.id)}
+    parts = []
+    for metric in ("e2e_ms", "ttft_ms", "tpot_ms"):
+        row = rows.get(metric)
+        if row is not None and row.percent is not None:
+            why = f": {row.reason}" if row.judgement == "unsure" and row.reason else ""
+            parts.append(f"{row.short} {percent_text(row.percent)} ({row.judgement}{why})")
+    return f"{side.label}: {', '.join(parts) or 'nothing to compare'}."
+
+
+def _pair(c: Comparison, side: Side, diff_only: bool) -> Table:
+    rows = c.rows_of(side.id)
+    shown = [r for r in rows if r.different or not diff_only]
+    table = Table(
+        title=f"{side.label} against {c.reference.label}",
+        columns=[
+            "metric",
+            "unit",
+            f"★ {c.reference.label}",
+            side.label,
+            "Δ",
+            "Δ %",
+            "95 % CI of Δ %",
+            "judgement",
+        ],
+        rows=[],
+        left=2,
+    )
+    group = ""
+    for row in shown:
+        if row.group != group:
+            group = row.group
+            table.sections[len(table.rows)] = group
+        table.rows.append(
+            [
+                row.short,
+                about(row.metric).shown_unit,
+                value_text(row.metric, row.reference),
+                value_text(row.metric, row.value),
+                delta_text(row),
+                percent_text(row.percent),
+                interval_text(row),
+                judgement_text(row),
+            ]
+        )
+    hidden = len(rows) - len(shown)
+    if hidden:
+        table.footer.append(f"{hidden} rows without a difference are not shown")
+    reasons = list(
+        dict.fromkeys(
+            f"{r.short}: unsure ({r.reason})" for r in shown if r.reason and r.judgement == "unsure"
+        )
+    )
+    table.footer += reasons
+    methods = sorted({f"{r.method} ({r.blocks})" for r in shown if r.blocks})
+    if methods:
+        table.footer.append(f"speed rows: {', '.join(methods)}")
+    return table
+
+
+def _overview(c: Comparison, diff_only: bool) -> Table:
+    by_side = {s.id: {r.metric: r for r in c.rows_of(s.id)} for s in c.candidates}
+    metrics = [r.metric for r in c.rows_of(c.candidates[0].id)]
+    table = Table(
+        title=f"all against {c.reference.label}",
+        columns=["metric", "unit", f"★ {c.reference.label}", *(s.label for s in c.candidates)],
+        rows=[],
+        left=2,
+    )
+    for metric in metrics:
+        rows = [by_side[s.id][metric] for s in c.candidates]
+        if diff_only and not any(r.different for r in rows):
+            continue
+        cells = [
+            f"{about(metric).format(r.value.median)}  {percent_text(r.percent)}  {judgement_text(r)}"
+            for r in rows
+        ]
+        first = rows[0]
+        table.rows.append(
+            [first.short, about(metric).shown_unit, value_text(metric, first.reference), *cells]
+        )
+    return table
+
+
+def _setup(c: Comparison) -> Table:
+    """Same set-up? One row a condition, one column a snapshot; only what is not ok names both values."""
+    what = list(dict.fromkeys(check.what for check in c.setup))
+    by_side: dict[str, dict[str, SetupCheck]] = {
+        s.id: {k.what: k for k in c.setup_of(s.id)} for s in c.candidates
+    }
+    table = Table(
+        title="same set-up?",
+        columns=["condition", f"★ {c.reference.label}", *(s.label for s in c.candidates)],
+        rows=[],
+        left=2 + len(c.candidates),
+    )
+    for name in what:
+        checks = [by_side[s.id].get(name) for s in c.candidates]
+        reference = next((k.reference for k in checks if k), MISSING)
+        cells = []
+        for check in checks:
+            if check is None:
+                cells.append("–")
+                continue
+            spoils = f" → {' and '.join(check.invalidates)} rows flagged" if check.invalidates else ""
+            shown = "" if check.status == "ok" else f" {check.value}"
+            cells.append(f"{_MARKS[check.status]}{shown}{spoils}")
+        table.rows.append([name, reference, *cells])
+    return table
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+def document_page(doc: Json) -> Page:
+    """A run's (or a snapshot's) contract document."""
+    arms = [a for a in doc.get("arms", []) if isinstance(a, Mapping)]
+    labels = [str(a.get("label")) for a in arms]
+    return Page(
+        title=f"pdq-tui run {doc.get('run') or ''}".strip(),
+        headline=" ".join(_ratio_sentence(r) for r in doc.get("ratios", []) if r.get("metric") == "e2e_ms")
+        or f"{', '.join(labels) or 'no arm'}: no comparison in this run.",
+        facts=facts(doc),
+        tables=[_arms_table(arms, labels), *_ratio_tables(doc)],
+        notes=[*doc.get("warnings", []), HOLDS],
+        formulas=formulas(
+            [*PREFILL_KEYS.values(), *DECODE_KEYS.values(), "itl_ms", "e2e_ms", "handoff_ms", *FIGURES]
+        ),
+    )
+
+
+def _ratio_sentence(r: Json) -> str:
+    ratio = r.get("ratio")
+    if ratio is None:
+        return f"{r['arm']}: not compared ({r.get('judgement_reason') or r.get('ratio_reason')})."
+    word = r["judgement"]
+    return f"{r['arm']}: E2E {percent_text((ratio - 1) * 100)} against {r['reference']} ({word})."
+
+
+def _summary(value: Any) -> Summary | None:
+    if not isinstance(value, Mapping):
+        return None
+    ci = value.get("ci95")
+    return Summary(
+        median=value.get("median"),
+        ci95=(ci[0], ci[1]) if ci else None,
+        n=int(value.get("n") or 0),
+        unit=str(value.get("unit") or ""),
+    )
+
+
+def _arms_table(arms: Sequence[Json], labels: Sequence[str]) -> Table:
+    table = Table(title="arms", columns=["metric", "unit", *labels], rows=[], left=2)
+
+    def add(name: str, unit: str, cells: list[str]) -> None:
+        table.rows.append([name, unit, *cells])
+
+    def summaries(metric: str, found: list[Any]) -> None:
+        entry = about(metric)
+        parsed = [_summary(v) for v in found]
+        add(entry.short, entry.shown_unit, [value_text(metric, s) if s else MISSING for s in parsed])
+
+    add("policy", "", [str(a.get("policy") or MISSING) for a in arms])
+    add("storage", "", [str(a.get("storage") or MISSING) for a in arms])
+    for stage, keys in (("prefill", PREFILL_KEYS), ("decode", DECODE_KEYS)):
+        table.sections[len(table.rows)] = stage
+        parts = [a.get(stage) or {} for a in arms]
+        for key, metric in keys.items():
+            summaries(metric, [p.get(key) for p in parts])
+        if stage == "decode":
+            gaps = [p.get("itl_ms") or {} for p in parts]
+            for q in ("p50", "p90", "p99", "max"):
+                add(f"ITL {q}", "ms", [METRICS["itl_ms"].format(g.get(q)) for g in gaps])
+            add("B/step", "", [_bytes(p.get("bytes_per_step")) for p in parts])
+        add(f"peak {stage[0].upper()}", "", [_bytes(p.get("peak_bytes")) for p in parts])
+        add("kernels", "", [", ".join(p.get("kernels") or []) or MISSING for p in parts])
+    table.sections[len(table.rows)] = "request"
+    for key in ("e2e_ms", "handoff_ms"):
+        summaries(key, [a.get(key) for a in arms])
+    counted = [a.get("requests") or {} for a in arms]
+    add("requests", "", [str(c.get("used", MISSING)) for c in counted])
+    table.sections[len(table.rows)] = "memory"
+    for figure in FIGURES.values():
+        if figure.id != "bytes_per_step":
+            add(figure.short, figure.shown_unit, [figure.format(figure.of(dict(a))) for a in arms])
+    add("steady", "", [_bytes(a.get("steady_bytes")) for a in arms])
+    add("measured", "", [str(a.get("memory_from") or MISSING) for a in arms])
+    return table
+
+
+def _bytes(value: Any) -> str:
+    return format_bytes(value) if isinstance(value, (int, float)) else MISSING
+
+
+def _ratio_tables(doc: Json) -> list[Table]:
+    rows = doc.get("ratios") or []
+    if not rows:
+        return []
+    table = Table(
+        title=f"against {rows[0].get('reference')}",
+        columns=["arm", "metric", "ratio", "95 % CI", "noise floor", "blocks", "judgement"],
+        rows=[],
+        left=2,
+    )
+    for r in rows:
+        ci, floor, word = r.get("ci95"), r.get("noise_floor"), str(r.get("judgement"))
+        table.rows.append(
+            [
+                str(r["arm"]),
+                about(r["metric"]).short,
+                MISSING if r.get("ratio") is None else f"×{r['ratio']:.3f}",
+                MISSING if not ci else f"[{ci[0]:.3f}, {ci[1]:.3f}]",
+                MISSING if floor is None else f"{floor * 100:.1f} %",
+                str(r.get("blocks", MISSING)),
+                f"{ARROWS.get(word, '')}{word}",
+            ]
+        )
+        if r.get("judgement_reason"):
+            table.footer.append(f"{r['arm']} {about(r['metric']).short}: {r['judgement_reason']}")
+    table.footer.append("ratio is arm / reference of the metric as named: a time ratio below 1 is faster")
+    return [table]
+
+
+# -- what both have ----------------------------------------------------------------------------------------------------
+
+
+def facts(doc: Json) -> list[tuple[str, str]]:
+    """The conditions, in words; what is not known is left out."""
+    model, device = doc.get("model") or {}, doc.get("device") or {}
+    workload, host = doc.get("workload") or {}, doc.get("host") or {}
+    found: list[tuple[str, str]] = []
+    if model:
+        identity = model.get("revision") or str(model.get("sha256") or "")[:12]
+        size = f"{model['parameters'] / 1e6:.0f} M parameters" if model.get("parameters") else ""
+        found.append(("model", _join(model.get("id"), model.get("dtype"), size, identity)))
+    if device:
+        memory = format_bytes(device["memory"]) if device.get("memory") else ""
+        threads = f"{host['threads']} threads" if device.get("kind") == "cpu" and host.get("threads") else ""
+        found.append(("device", _join(device.get("name"), memory, threads)))
+        if device.get("read_peak_gbps"):
+            peak = f"{device['read_peak_gbps']:.1f} GB/s"
+            found.append(("read peak", _join(peak, device.get("read_peak_method"))))
+        found += _clock_facts(device.get("clocks") or {})
+    if workload:
+        prompt = workload.get("prompt_tokens") or "own length"
+        parts = [
+            f"prompt {prompt}",
+            f"output {workload.get('output_tokens')}",
+            f"batch {workload.get('batch')}",
+        ]
+        parts.append(str(workload.get("stop_note") or workload.get("stop") or ""))
+        parts.append("chat template applied" if workload.get("chat_template") else "no chat template")
+        found.append(("workload", _join(*parts)))
+        prompts = f"{workload.get('prompts')} (sha256 {str(workload.get('prompts_sha256') or '')[:12]})"
+        found.append(
+            ("prompts", _join(prompts, f"seed {workload.get('seed')}", f"{workload.get('blocks')} blocks"))
+        )
+        if workload.get("attention"):
+            found.append(("attention", str(workload["attention"])))
+    versions = doc.get("libraries") or {}
+    tool = (doc.get("tool") or {}).get("version")
+    named = [f"{n} {versions[n]}" for n in ("torch", "transformers") if versions.get(n)]
+    found.append(("versions", _join(f"pdq-tui {tool}" if tool else "", *named)))
+    if doc.get("driver"):
+        found.append(("driver", str(doc["driver"])))
+    return [(k, v) for k, v in found if v]
+
+
+def _clock_facts(clocks: Json) -> list[tuple[str, str]]:
+    names = {"sm_mhz": "SM clock", "memory_mhz": "memory clock", "cpu_mhz": "CPU clock"}
+    found = [
+        (title, f"{c['median']:.0f} MHz ({c['min']:.0f} to {c['max']:.0f})")
+        for key, title in names.items()
+        if isinstance(c := clocks.get(key), Mapping)
+    ]
+    if clocks.get("throttle"):
+        found.append(("clock limits", ", ".join(clocks["throttle"])))
+    return found
+
+
+def _join(*parts: Any) -> str:
+    return " · ".join(str(p) for p in parts if p)
+
+
+def formulas(metrics: Sequence[str]) -> list[Formula]:
+    found = []
+    for metric in dict.fromkeys(metrics):
+        m = about(metric)
+        found.append(Formula(short=m.short, name=m.name, formula=m.formula, why=m.why, better=m.better))
+    return found
