@@ -103,9 +103,8 @@ class Journal:
         counts = counts or ReadCounts()
         with self._lock:
             waiting = list(self._backlog)
-            on_disk = self._fd is not None or (self.path is not None and self.path.exists())
             found: list[Any] = []
-            if on_disk and self.path is not None:
+            if self.path is not None and self.path.is_file():  # a device has no end to read to
                 try:
                     found = list(read_events(self.path, counts))
                 except OSError as error:
