@@ -1,0 +1,129 @@
+"""``policies list/show/check/new``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from pdq_tui import locations
+from pdq_tui.commands.common import columns, emit, say
+from pdq_tui.core.catalog import Entry, find_policy, policies
+from pdq_tui.core.policy import Policy, parse_policy, policy_to_toml
+from pdq_tui.errors import PdqError, UsageError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="List, show, check and make policies.")
+
+Name = Annotated[str, typer.Argument(metavar="POLICY", help="A policy's name, or the path of its TOML file.")]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+@app.command("list", help="All policies, shipped and your own; damaged files are listed with what is wrong.")
+def list_(as_json: AsJson = False) -> None:
+    entries = list(policies().values())
+    if as_json:
+        emit(json.dumps([_json(entry) for entry in entries], indent=1))
+        return
+    rows = []
+    for entry in entries:
+        if entry.policy is None:
+            rows.append((entry.name, entry.origin, "damaged", "", "", entry.error or ""))
+        else:
+            p = entry.policy
+            rows.append(
+                (p.name, entry.origin, p.storage, p.prefill.format.label, p.decode.format.label, p.summary)
+            )
+    emit(columns(rows, ("policy", "from", "storage", "prefill", "decode", "summary")))
+
+
+def _json(entry: Entry) -> dict[str, Any]:
+    body = {
+        "name": entry.name,
+        "path": entry.path,
+        "origin": entry.origin,
+        "error": entry.error,
+        "policy": None,
+    }
+    if entry.policy is not None:
+        body["policy"] = msgspec.to_builtins(entry.policy)
+        body["digest"] = entry.policy.digest
+    return body
+
+
+@app.command(help="Print a policy's file.")
+def show(policy: Name, as_json: AsJson = False) -> None:
+    found = find_policy(policy)
+    if as_json:
+        emit(json.dumps({**msgspec.to_builtins(found), "digest": found.digest}, indent=1))
+        return
+    entry = policies().get(policy)
+    path = Path(entry.path) if entry is not None else Path(policy).expanduser()
+    say(f"{path}  digest {found.digest}")
+    emit(path.read_text(encoding="utf-8"))
+
+
+@app.command(help="Write a new policy file into your own policies, to be edited; prints its path.")
+def new(
+    name: Annotated[str, typer.Argument(help="The new policy's name.")],
+    base: Annotated[
+        str, typer.Option("--from", metavar="POLICY", help="The policy that it starts as.")
+    ] = "w8a8-prefill-int4-decode",
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    start = find_policy(base)
+    made = msgspec.structs.replace(start, name=name, summary=f"made from {start.name}")
+    text = policy_to_toml(made)
+    parse_policy(text, name)  # refuses a name that could not be read back
+    path = locations.user_policies() / f"{name}.toml"
+    if path.exists() and not force:
+        raise UsageError(f"{path} is there already", "--force replaces it")
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise PdqError(f"{path} cannot be written: {error.strerror}") from error
+    if name in policies(user_dir=Path("/nonexistent")):
+        say(f"{name} now stands in place of the shipped policy of that name")
+    emit(str(path))
+
+
+@app.command(
+    help="Check policies; with --model also what they will convert and store, without loading a weight."
+)
+def check(
+    names: Annotated[list[str], typer.Argument(metavar="POLICY...", help="Names, or paths of TOML files.")],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="DIR", help="A model directory: predicts bytes and coverage."),
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Whose kernels are meant: cpu or cuda.")] = "cpu",
+    rows: Annotated[
+        int,
+        typer.Option(
+            "--in", metavar="TOKENS", min=1, help="Prompt length that the kernels must take, in tokens."
+        ),
+    ] = 512,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Requests a pass.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    found: list[Policy] = [find_policy(name) for name in names]
+    if model is None:
+        if as_json:
+            emit(json.dumps([{**msgspec.to_builtins(p), "digest": p.digest} for p in found], indent=1))
+            return
+        rows_ = [
+            (p.name, "ok", p.storage, p.prefill.format.label, p.decode.format.label, p.digest) for p in found
+        ]
+        emit(columns(rows_, ("policy", "valid", "storage", "prefill", "decode", "digest")))
+        return
+    from pdq_tui.commands.predicted import predicted, table
+
+    predictions = [predicted(p, Path(model).expanduser(), device, rows * batch, batch) for p in found]
+    emit(
+        json.dumps([msgspec.to_builtins(p) for p in predictions], indent=1) if as_json else table(predictions)
+    )
