@@ -1,0 +1,252 @@
+"""The live session as one object, against a fake engine: what is wanted comes true, also after a crash."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from proc_gear import ENGINE, SENSORS, wait_until
+
+from pdq_tui.core import protocol as p
+from pdq_tui.core.catalog import find_policy
+from pdq_tui.core.workload import Workload
+from pdq_tui.host.live import LiveSession
+from pdq_tui.host.runs import Run
+from pdq_tui.host.view import SessionView
+
+Live = Callable[..., LiveSession]
+BF16, INT8, INT4 = (find_policy(name) for name in ("bf16", "int8", "int4"))
+
+
+@pytest.fixture
+def live(run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+    started: list[LiveSession] = []
+
+    def begin(
+        mode: str = "", *, once: Path | None = None, model: str = "demo", **options: Any
+    ) -> LiveSession:
+        monkeypatch.setenv("FAKE_ENGINE", mode)
+        if once is not None:
+            monkeypatch.setenv("FAKE_ENGINE_ONCE", str(once))
+        a, b = options.pop("a", INT8), options.pop("b", BF16)
+        workload = options.pop("workload", Workload(batch=2))
+        options.setdefault("loop", True)
+        session = LiveSession(run, engine_argv=ENGINE, sensors_argv=SENSORS)
+        started.append(session)
+        session.start(p.Load(model=model), a, b, workload, **options)
+        return session
+
+    yield begin
+    for session in started:
+        session.close()
+
+
+def until(
+    session: LiveSession, condition: Callable[[SessionView], Any], timeout_s: float = 10
+) -> SessionView:
+    wait_until(lambda: condition(session.view()), timeout_s)
+    return session.view()
+
+
+def running(view: SessionView) -> bool:
+    return view.running and view.arms["A"].requests > 3
+
+
+def test_start_returns_at_once_and_everything_comes_true(live: Live) -> None:
+    began = time.monotonic()
+    session = live()
+    assert time.monotonic() - began < 0.3
+    assert session.view().engine.state == "starting"
+    view = until(session, running)
+    assert view.engine.state == "running" and view.engine.pid
+    assert view.model and view.model.id == "demo" and view.workload
+    assert view.arms["A"].ready and view.arms["A"].ready.policy == INT8 and not view.arms["A"].pending
+    assert view.arms["A"].stats["tpot_ms"].median == pytest.approx(5, rel=0.02)
+    assert view.arms["A"].series["tpot_ms"] and view.arms["A"].last
+    view = until(session, lambda v: v.sensors and v.sensor_series.get("cpu_load"))
+    assert view.sensors_age_s is not None and view.sensors_age_s < 1
+
+
+def test_flip_interleave_and_words_only_at_planned_looks(live: Live) -> None:
+    session = live()
+    until(session, running)
+    session.select("B")
+    view = until(session, lambda v: v.arms["B"].requests > 3)
+    assert view.active == "B"
+    session.interleave(True)
+    early = until(session, lambda v: v.ratios and v.ratios["tpot_ms"].blocks >= 2)
+    assert early.interleave
+    if early.ratios["tpot_ms"].blocks < 10:
+        assert early.ratios["tpot_ms"].provisional and early.ratios["tpot_ms"].judgement == "unsure"
+    late = until(session, lambda v: v.ratios and v.ratios["tpot_ms"].blocks >= 12)
+    assert late.ratios["tpot_ms"].judgement == "better"
+    assert late.ratios["tpot_ms"].ratio == pytest.approx(0.5, rel=0.02)
+    session.interleave(False)
+    session.stop()
+    view = until(session, lambda v: not v.running)
+    assert view.engine.state == "ready" and not view.wants_loop
+
+
+def test_another_policy_starts_new_figures_and_a_refusal_keeps_the_old_one(live: Live) -> None:
+    session = live("refuse_int4")
+    until(session, running)
+    session.set_policy("A", INT4)
+    view = until(session, lambda v: v.arms["A"].refused)
+    assert view.arms["A"].wanted == INT4 and view.arms["A"].ready and view.arms["A"].ready.policy == INT8
+    assert view.arms["A"].refused == "it needs 9 GiB, 1 GiB is free" and view.running
+    assert any("int4 refused" in n.text and n.hint == "smaller" for n in view.notes)
+    session.set_policy("A", BF16)
+    view = until(
+        session, lambda v: v.arms["A"].stats.get("tpot_ms") and v.arms["A"].stats["tpot_ms"].median > 9
+    )
+    assert view.arms["A"].ready and view.arms["A"].ready.policy == BF16 and view.arms["A"].refused is None
+
+
+def test_packing_is_cancelled_and_the_arm_keeps_what_it_had(live: Live) -> None:
+    session = live("slow_pack", a=BF16, loop=False)
+    view = until(session, lambda v: v.tasks and v.engine.state == "packing")
+    assert view.tasks[0].total == 40
+    session.cancel()
+    view = until(session, lambda v: v.arms["B"].refused)
+    assert not view.arms["B"].pending and view.engine.state in ("packing", "ready")
+
+
+def test_another_workload_ends_the_loop_and_goes_on_with_the_new_one(live: Live) -> None:
+    session = live()
+    until(session, running)
+    other = Workload(batch=1, prompt_tokens=16)
+    session.set_workload(other)
+    view = until(session, lambda v: v.workload and v.workload.workload == other and running(v))
+    assert view.arms["A"].stats["tpot_ms"].n > 0
+
+
+def test_S02_restart_three_times_brings_everything_back(live: Live) -> None:
+    session = live()
+    for n in range(3):
+        until(session, lambda v, n=n: running(v) and v.engine.restarts == n)
+        session.restart_engine()
+    view = until(session, lambda v: running(v) and v.engine.restarts == 3)
+    assert view.arms["B"].ready and not any(n.level == "error" for n in view.notes)
+
+
+def test_S06_after_signal_9_the_session_goes_on_and_says_why(live: Live) -> None:
+    session = live()
+    pid = until(session, running).engine.pid
+    before = session.view().arms["A"].requests
+    assert pid
+    os.kill(pid, signal.SIGKILL)
+    view = until(session, lambda v: v.engine.restarts == 1 and v.running)
+    assert any("killed, probably out of memory; it is started again" in n.text for n in view.notes)
+    view = until(session, lambda v: v.arms["A"].requests > before)
+    assert view.engine.pid != pid
+
+
+def test_S06_out_of_memory_then_the_next_smaller_run_works(live: Live) -> None:
+    session = live("oom@3")
+    view = until(
+        session,
+        lambda v: v.engine.restarts == 1 and v.engine.state == "ready" and v.workload and v.arms["A"].ready,
+    )
+    text = next(n.text for n in view.notes if n.level == "error")
+    assert "out of memory in decode (8.00 GiB wanted, 1.00 GiB free)" in text
+    assert view.arms["A"].requests == 2 and not view.wants_loop  # kept; not tried again by itself
+    session.set_workload(Workload(batch=1))
+    session.start_loop()
+    until(session, running)
+
+
+def test_S06_out_of_memory_at_load_waits_for_the_person(live: Live) -> None:
+    session = live("oom_at_load")
+    view = until(session, lambda v: v.engine.restarts == 1 and v.engine.state == "ready")
+    assert view.engine.text == "no model is loaded"
+    time.sleep(0.5)
+    assert session.view().engine.restarts == 1
+
+
+def test_S06_out_of_memory_while_packing_keeps_the_other_arm(live: Live) -> None:
+    session = live("oom_at_pack")
+    view = until(session, lambda v: v.engine.restarts == 1 and v.arms["B"].ready and not v.arms["B"].pending)
+    assert view.arms["A"].refused and "out of memory in pack" in view.arms["A"].refused
+    time.sleep(0.3)
+    assert session.view().engine.restarts == 1
+    session.start_loop()
+    session.select("B")
+    session.start_loop()
+    until(session, lambda v: v.arms["B"].requests > 3)
+
+
+def test_an_engine_that_never_starts_ends_as_dead_with_the_reason(live: Live) -> None:
+    session = live("exit_at_start")
+    view = until(session, lambda v: v.engine.state == "dead")
+    assert "no libtorch here" in view.engine.text
+    session.restart_engine()
+    until(session, lambda v: v.engine.restarts >= 3)
+
+
+def test_a_wrong_model_is_a_sentence_and_the_session_stays(live: Live) -> None:
+    session = live(model="/no/such/place")
+    view = until(session, lambda v: any("no such directory" in n.text for n in v.notes))
+    assert view.engine.state in ("ready", "loading")
+    session.start(p.Load(model="demo"), INT8, BF16, Workload(), loop=True)
+    until(session, running)
+
+
+def test_a_stalled_reader_of_pictures_misses_nothing(live: Live, run: Run) -> None:
+    session = live("flood")
+    time.sleep(1.0)  # nobody asks for a picture
+    wait_until(lambda: sum(isinstance(e, p.Request) for e in session.events()) > 250, 20)
+    numbers = [e.request for e in session.events() if isinstance(e, p.Request)]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_a_snapshot_s_events_are_complete_and_its_record_is_shown(live: Live) -> None:
+    session = live()
+    until(session, running)
+    session.record(p.SnapshotSaved(arm="A", name="001", path="/x/001"))
+    view = session.view()
+    assert view.snapshots == ("001",) and view.notes[-1].text.startswith("snapshot 001 saved")
+    kinds = {type(e) for e in session.events()}
+    assert {p.ModelReady, p.ArmReady, p.WorkloadReady, p.Request, p.SnapshotSaved} <= kinds
+    assert p.StageSample not in kinds and p.Pong not in kinds
+
+
+def test_a_picture_is_cheap_after_many_requests(run: Run) -> None:
+    from pdq_tui.host.session import Session
+
+    session = Session(run)
+    session.apply(p.ModelReady(model=p.ModelInfo(id="m"), device=p.DeviceInfo(kind="cpu", name="c")))
+    for n in range(3000):
+        session.apply(
+            p.Request(
+                request=n,
+                arm="AB"[n % 2],
+                policy="x",
+                policy_digest="d",
+                kind="loop",
+                block=n // 4,
+                slot=n % 4,
+                prompt_tokens=8,
+                output_tokens=[65],
+                prefill_ms=1.0,
+                ttft_ms=1.0,
+                decode_ms=64.0,
+                tpot_ms=1.0,
+                e2e_ms=65.0,
+                itl_ms=[1.0] * 64,
+                t_ns=time.monotonic_ns(),
+            )
+        )
+    session.view()
+    time.sleep(0.5)
+    costs = []
+    for _ in range(20):
+        began = time.perf_counter()
+        session.view(None)
+        costs.append(time.perf_counter() - began)
+    session.close()
+    assert sorted(costs)[10] < 0.02  # 5 ms when nobody else is on this machine
