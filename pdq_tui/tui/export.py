@@ -25,6 +25,9 @@ FORMATS = (
     ("parquet", "typed columns, for polars or pandas"),
 )
 
+STEM = "report"
+_STILL = "Nothing is lost: give another directory."
+
 #: Makes what is exported; called in a thread. None of a screen's widgets may be touched there.
 Subject = Callable[[], Any]
 
@@ -32,8 +35,8 @@ Subject = Callable[[], Any]
 class ExportDialog(ModalScreen[None]):
     """Exports ``subject`` (a comparison or a run's document; by default all that this run has measured).
 
-    ``name`` says what it is. Files go to ``folder``, by default the run's own; nothing there is overwritten unless
-    the same export is asked for twice in a row.
+    ``what`` says what it is. Files go to ``folder``, by default the run's own; what is there already is replaced only
+    by a second enter after it was named.
     """
 
     DEFAULT_CSS = (
@@ -57,7 +60,7 @@ class ExportDialog(ModalScreen[None]):
         self.subject, self.what, self.folder = subject, what, folder
         self.formats = {"md", "json"}
         self.busy = False
-        self._asked: tuple[str, frozenset[str]] | None = None
+        self._refused: tuple[str, frozenset[str]] | None = None
 
     def compose(self) -> ComposeResult:
         with Vertical(id="box") as box:
@@ -119,27 +122,33 @@ class ExportDialog(ModalScreen[None]):
         elif not where:
             self._tell("no directory given")
         else:
-            asked = (where, frozenset(formats))
+            asked = (str(Path(where).expanduser()), frozenset(formats))
             self.busy = True
             self._tell("writing …")
-            self._write(Path(where).expanduser(), formats, asked == self._asked)
-            self._asked = asked
+            self._write(Path(where).expanduser(), formats, asked == self._refused)
+            self._refused = None
 
     @work(thread=True, group="export")
     def _write(self, folder: Path, formats: list[str], force: bool) -> None:
-        from pdq_tui import report  # polars comes with it: not before somebody exports
+        from pdq_tui.report import write  # polars comes with it: not before somebody exports
 
+        refused = False
         try:
-            body = self.subject() if self.subject is not None else self._measured()
-            paths = report.write(body, formats, folder, force)
+            there = [f"{STEM}.{write.REPORTERS[f].suffix}" for f in formats]
+            there = [name for name in there if (folder / name).is_file()]
+            if there and not force:
+                refused = True
+                text = f"already there: {', '.join(there)}. Enter again replaces, or give another directory."
+            else:
+                body = self.subject() if self.subject is not None else self._measured()
+                paths = write.write(body, formats, folder, force, stem=STEM)
+                names = ", ".join(literal(path.name) for path in paths)
+                text = f"{len(paths)} files in {literal(folder)}: {names}"
         except PdqError as error:
-            text = f"nothing lost, but not exported: {literal(error.message)}. Another directory?"
+            text = f"not exported: {literal(error.message)}. {_STILL}"
         except OSError as error:
-            text = f"nothing lost, but not exported: {sentence(error)}. Another directory?"
-        else:
-            names = ", ".join(literal(path.name) for path in paths)
-            text = f"{len(paths)} files in {literal(folder)}: {names}"
-        self.app.call_from_thread(self._written, text)
+            text = f"not exported: {sentence(error)}. {_STILL}"
+        self.app.call_from_thread(self._written, text, (str(folder), frozenset(formats)) if refused else None)
 
     def _measured(self) -> Any:
         session = self._session()
@@ -148,6 +157,7 @@ class ExportDialog(ModalScreen[None]):
             raise PdqError("nothing was measured yet")
         return document
 
-    def _written(self, text: str) -> None:
+    def _written(self, text: str, refused: tuple[str, frozenset[str]] | None) -> None:
         self.busy = False
+        self._refused = refused
         self._tell(text)

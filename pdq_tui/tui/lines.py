@@ -47,9 +47,14 @@ def is_ascii(app: App[Any]) -> bool:
     return bool(getattr(app, "ascii", False))
 
 
+def to_ascii(text: str) -> str:
+    """Our own glyphs as plain ASCII; may be longer. To be applied before a text is fitted to a width."""
+    return text.translate(_ASCII_TABLE)
+
+
 def drawn(app: App[Any], text: str) -> str:
     """Our own text with the glyphs that this terminal is to be given. Never for foreign text."""
-    return text.translate(_ASCII_TABLE) if is_ascii(app) else text
+    return to_ascii(text) if is_ascii(app) else text
 
 
 def fit(text: str, width: int) -> str:

@@ -1,0 +1,293 @@
+"""A comparison as lines: the snapshots to choose from, the setup check, the rows, the detail of one row.
+
+Pure functions over what the store says; every glyph is the caller's to translate for ASCII.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pdq_tui.core.metrics import METRICS
+from pdq_tui.core.stats import Summary
+from pdq_tui.store.figures import FIGURES
+from pdq_tui.tui.lines import Line, Part, fit, literal, to_ascii, wrapped
+
+if TYPE_CHECKING:  # their modules import polars, which the first screen must not wait for
+    from pdq_tui.store.compare import Comparison, Row
+    from pdq_tui.store.setup import SetupCheck
+    from pdq_tui.store.snapshot import Listed
+
+_ROLES = {"better": "good", "worse": "bad", "same": "", "unsure": "dim", "": "dim"}
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+def snapshot_lines(listed: Sequence[Listed], picked: Sequence[str], run_id: str, width: int) -> list[Line]:
+    """The picker: this run's first, newest first. What cannot be read has its reason and no key."""
+    ordered = sorted(listed, key=lambda s: (s.run == run_id, s.created, s.id), reverse=True)
+    lines: list[Line] = []
+    for s in ordered:
+        name = f"{s.run[-4:]}/{s.name}"
+        if s.error is not None:
+            lines.append(Line.of(f"    ! {literal(name)}  {literal(s.error.replace(s.path, 'it'))}", "warn"))
+            continue
+        star = "★" if picked and picked[0] == s.id else " "
+        mark = f"[{'x' if s.id in picked else ' '}] {star}"
+        count = "" if s.requests is None else f"n={s.requests}"
+        here = "this run" if s.run == run_id else s.created.replace("T", " ")[:16]
+        parts: list[Part] = [
+            (f"{mark} ", "mark"),
+            (f"{fit(literal(name), 9)} ", ""),
+            (fit(f"{literal(s.arm)} {literal(s.policy)}", max(12, min(34, width - 44))) + " ", ""),
+            (f"{count:<7}{fit(here, 17)}", "dim"),
+            (f" {literal(s.model)}  {literal(s.note)}".rstrip(), "dim"),
+        ]
+        lines.append(Line(tuple(parts), s.id))
+    return lines
+
+
+def setup_text(checks: Sequence[SetupCheck]) -> str:
+    """What differs first and in full, then what is unknown, then what is the same, in one paragraph."""
+    differs = [c for c in checks if c.status == "differs"]
+    parts = []
+    for c in differs:
+        flags = f" → {' and '.join(c.invalidates)} flagged ⚑" if c.invalidates else ""
+        parts.append(f"✗ {c.what} ({literal(c.reference)} against {literal(c.value)}){flags}")
+    unknown = [c.what for c in checks if c.status == "unknown"]
+    same = [c.what for c in checks if c.status == "ok"]
+    if unknown:
+        parts.append(f"? not known: {', '.join(unknown)}")
+    if same:
+        parts.append(f"✓ {', '.join(same)}")
+    return "same setup?  " + "   ".join(parts)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Widths of the columns; 0: left out. What is left out is in the detail of the row."""
+
+    name: int
+    unit: int
+    value: int
+    delta: int
+    percent: int
+    interval: int
+    word: int
+    plain: bool = False
+
+    @classmethod
+    def for_width(cls, width: int, plain: bool = False) -> Columns:
+        """Widths that fill ``width`` cells, one blank behind each column: full names from 113, the absolute difference
+        from 94, the interval from 74."""
+        if width >= 113:
+            spare = width - 113
+            return cls(24 + min(spare // 2, 14), 6, 15 + min(spare // 4, 9), 10, 7, 16, 12, plain)
+        if width >= 94:
+            return cls(9, 6, 13, 10, 7, 16, 12, plain)
+        if width >= 74:
+            return cls(9, 5, 11, 0, 6, 15, 10, plain)
+        return cls(9, 0, 11, 0, 6, 0, 10, plain)
+
+    def line(self, cells: Sequence[str], roles: Mapping[int, str], key: str | None = None) -> Line:
+        """name, unit, reference, candidate, Δ, Δ %, interval, word → one line; numbers are set to the right."""
+        widths = (
+            self.name,
+            self.unit,
+            self.value,
+            self.value,
+            self.delta,
+            self.percent,
+            self.interval,
+            self.word,
+        )
+        parts: list[Part] = []
+        for index, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+            if width == 0:
+                continue
+            text = fit(to_ascii(cell) if self.plain else cell, width)
+            if index in (2, 3, 4, 5):
+                text = text.rstrip().rjust(width) if not text.rstrip().endswith("~") else text
+            parts.append((text + " ", roles.get(index, "")))
+        return Line(tuple(parts), key)
+
+
+def about(metric: str) -> Any:
+    """The registry's entry of a row: a Metric or a Figure, both with format, shown_unit, formula and why."""
+    return METRICS.get(metric) or FIGURES[metric]
+
+
+def value_text(metric: str, summary: Summary) -> str:
+    """The median with half its interval: "129.7 ±1.4"; "n/a" where nothing was measured."""
+    entry = about(metric)
+    if summary.median is None:
+        return "n/a"
+    text = str(entry.format(summary.median))
+    if summary.ci95 is None or entry.unit == "B":
+        return text
+    half = (summary.ci95[1] - summary.ci95[0]) / 2
+    if not text[-1].isdigit():  # 48.7k: the interval has its own suffix
+        return f"{text} ±{entry.format(half)}"
+    half = half * 100 if entry.unit == "1" else half
+    rounded = f"{half:.{len(text.partition('.')[2])}f}"
+    return f"{text} ±{rounded if float(rounded) or not half else f'{half:.1g}'}"
+
+
+def delta_text(row: Row) -> str:
+    if row.delta is None:
+        return "-"
+    return ("+" if row.delta > 0 else "") + str(about(row.metric).format(row.delta))
+
+
+def percent_text(row: Row) -> str:
+    return "-" if row.percent is None else f"{row.percent:+.1f}"
+
+
+def interval_text(row: Row) -> str:
+    if row.ci95 is None:
+        return row.method if row.percent is not None or row.delta is not None else "-"
+    return f"[{row.ci95[0]:+.1f}, {row.ci95[1]:+.1f}]"
+
+
+def word_text(row: Row) -> str:
+    """Direction as an arrow, judgement as a word, ⚑ where a condition differs: never one of them alone."""
+    flag = " ⚑" if row.flagged else ""
+    if row.judgement in ("better", "worse"):
+        up = (row.percent if row.percent is not None else row.delta or 0.0) > 0
+        return f"{'▲' if up else '▼'} {row.judgement}{flag}"
+    return {"same": "= same", "unsure": "? unsure"}.get(row.judgement, "") + flag
+
+
+def table_lines(
+    comparison: Comparison,
+    candidate: str,
+    width: int,
+    *,
+    differences: bool,
+    hidden: bool,
+    wanted: str = "",
+    plain: bool = False,
+) -> list[Line]:
+    """The rows of one pair under their groups. ``differences``: only better and worse; ``hidden``: the others below."""
+    side = next(c for c in comparison.candidates if c.id == candidate)
+    columns = Columns.for_width(width, plain)
+    head = (
+        "",
+        "",
+        f"★ {literal(comparison.reference.label)}",
+        literal(side.label),
+        "Δ",
+        "Δ %",
+        "95 % CI of Δ %",
+        "judgement",
+    )
+    lines = [columns.line(head, dict.fromkeys(range(8), "head"))]
+    rows = [r for r in comparison.rows_of(candidate) if wanted in f"{r.name} {r.short} {r.group}".lower()]
+    shown = [r for r in rows if r.different] if differences else rows
+    rest = [r for r in rows if not r.different] if differences else []
+    for group in dict.fromkeys(r.group for r in shown):
+        lines.append(Line.of(f"─ {group} ".ljust(width, "─"), "dim"))
+        lines += [_row_line(columns, r) for r in shown if r.group == group]
+    if rest:
+        keys = "H hides them" if hidden else "H shows them"
+        lines.append(
+            Line.of(f"─ no difference that can be told: {len(rest)} rows ({keys}) ".ljust(width, "─"), "dim")
+        )
+        lines += [_row_line(columns, r) for r in rest] if hidden else []
+    if not rows:
+        lines.append(
+            Line.of("no row matches the filter" if wanted else "no metric is in both snapshots", "dim")
+        )
+    return lines
+
+
+def _row_line(columns: Columns, row: Row) -> Line:
+    entry = about(row.metric)
+    name = row.name if columns.name >= 20 else row.short
+    cells = (
+        name,
+        entry.shown_unit,
+        value_text(row.metric, row.reference),
+        value_text(row.metric, row.value),
+        delta_text(row),
+        percent_text(row),
+        interval_text(row),
+        word_text(row),
+    )
+    return columns.line(cells, {1: "dim", 7: _ROLES.get(row.judgement, "")}, row.metric)
+
+
+def row_text(comparison: Comparison, row: Row) -> str:
+    """One row in words, to be copied."""
+    side = next(c for c in comparison.candidates if c.id == row.candidate)
+    unit = about(row.metric).shown_unit
+    word = row.judgement or "no judgement"
+    reason = f" ({row.reason})" if row.reason else ""
+    return (
+        f"{row.name}{f' [{unit}]' if unit else ''}: reference {comparison.reference.label} ({comparison.reference.id}) "
+        f"{value_text(row.metric, row.reference)}, {side.label} ({side.id}) {value_text(row.metric, row.value)}, "
+        f"difference {delta_text(row)} = {percent_text(row)} %, 95 % interval {interval_text(row)}, {word}{reason}"
+    )
+
+
+def detail_lines(
+    comparison: Comparison, row: Row, samples: tuple[Sequence[float], Sequence[float]] | None, width: int
+) -> list[Line]:
+    """Everything about one row: what it is, how it was judged, how its values are spread."""
+    entry = about(row.metric)
+    side = next(c for c in comparison.candidates if c.id == row.candidate)
+    better = {"lower": "lower is better", "higher": "higher is better"}.get(
+        row.better or "", "no direction is better"
+    )
+    lines = [
+        Line.of(
+            f"{row.name}  {entry.shown_unit or 'bytes' if entry.unit == 'B' else entry.shown_unit}  {better}",
+            "head",
+        )
+    ]
+    facts = [("is", entry.formula), ("why", entry.why)]
+    judged = word_text(row) or "no judgement: neither direction is good by itself"
+    how = f"{judged}; {row.method}" + (f", {row.blocks} blocks" if row.blocks else "")
+    facts.append(("judged", how + (f": {row.reason}" if row.reason else "")))
+    for label, name, summary in (
+        ("★", comparison.reference.label, row.reference),
+        ("", side.label, row.value),
+    ):
+        reason = f": {summary.reason}" if summary.reason else ""
+        facts.append(
+            (label or "against", f"{name}  {value_text(row.metric, summary)}  n={summary.n}{reason}")
+        )
+    for label, text in facts:
+        first, *more = wrapped(literal(text), width - 9)
+        lines.append(Line(((f"{label:<8} ", "mark"), (first, ""))))
+        lines += [Line.of(" " * 9 + part) for part in more]
+    if samples is not None:
+        lines += histogram_lines(row.metric, samples, (comparison.reference.label, side.label), width)
+    return lines
+
+
+def histogram_lines(
+    metric: str, samples: tuple[Sequence[float], Sequence[float]], names: tuple[str, str], width: int
+) -> list[Line]:
+    """Both sides' values over one axis, the reference (★) above. Empty or equal values are fine."""
+    both = [*samples[0], *samples[1]]
+    if not both:
+        return []
+    entry = about(metric)
+    low, high = min(both), max(both)
+    label = 14
+    bins = max(1, min(width - label - 8, 80))
+    lines = [Line.of(f"{'distribution':<{label}} {entry.shown_unit or 'bytes'}, one value a request", "dim")]
+    for name, values in zip((f"★ {names[0]}", f"  {names[1]}"), samples, strict=True):
+        counts = [0] * bins
+        for value in values:
+            place = (value - low) / (high - low) if high > low else 0.0
+            counts[min(bins - 1, int(place * bins))] += 1
+        top = max(counts)
+        bars = "".join(_BARS[0 if not c else 1 + round((len(_BARS) - 2) * c / top)] for c in counts)
+        lines.append(
+            Line(((fit(literal(name), label) + " ", "mark"), (bars, ""), (f" n={len(values)}", "dim")))
+        )
+    left, right = str(entry.format(low)), str(entry.format(high))
+    axis = left + right.rjust(max(1, bins - len(left))) if high > low else left
+    return [*lines, Line.of(" " * (label + 1) + axis, "dim")]
