@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ class Cost(Protocol):
     def bytes(self) -> int: ...
     @property
     def flops(self) -> dict[str, float]: ...
-    def bound_ms(self, peaks: Any) -> float | None: ...
+    def bound_ms(self, read_gbps: float | None, compute_tflops: Mapping[str, float]) -> float | None: ...
 
 
 class Generation(Protocol):
@@ -76,6 +76,15 @@ class Limits:
     eos: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True)
+class Peaks:
+    """What the device reached when it was tried: reading, in GB/s, and products by dtype, in TFLOP/s."""
+
+    read_gbps: float | None = None
+    read_method: str = ""
+    compute_tflops: dict[str, float] = field(default_factory=dict)
+
+
 @dataclass
 class Hooks:
     """What a request needs from outside. ``sample(tokens, stage, itl_ms)`` must not block."""
@@ -83,7 +92,7 @@ class Hooks:
     cancelled: Callable[[], bool] = field(default=lambda: False)
     sample: Callable[[int, str, float | None], None] | None = None
     text: Callable[[Sequence[int]], str] | None = None
-    peaks: Any = None
+    peaks: Peaks | None = None
 
 
 class RequestFailedError(Exception):
@@ -182,7 +191,7 @@ class _Run:
             self._invalid("prefill", 0)
         cost = generation.prefill_cost(ids.shape[1])
         record.prefill_bytes, record.prefill_flops = cost.bytes, dict(cost.flops)
-        record.prefill_bound_ms = cost.bound_ms(self.hooks.peaks) if self.hooks.peaks is not None else None
+        record.prefill_bound_ms = self._bound_ms(cost)
 
     def _decode(self, generation: Generation) -> None:
         device, record, sample = self.device, self.record, self.hooks.sample
@@ -234,10 +243,13 @@ class _Run:
         last_bytes, last_cost = generation.bytes_per_step(), generation.step_cost()
         record.bytes_per_step = (first_bytes + last_bytes) // 2
         record.bytes_per_step_wasted = generation.bytes_per_step_wasted()
-        if self.hooks.peaks is not None:
-            bounds = [first_cost.bound_ms(self.hooks.peaks), last_cost.bound_ms(self.hooks.peaks)]
-            known = [bound for bound in bounds if bound is not None]
-            record.decode_bound_ms = sum(known) / len(known) if len(known) == len(bounds) else None
+        first_bound, last_bound = self._bound_ms(first_cost), self._bound_ms(last_cost)
+        if first_bound is not None and last_bound is not None:
+            record.decode_bound_ms = (first_bound + last_bound) / 2
+
+    def _bound_ms(self, cost: Cost) -> float | None:
+        peaks = self.hooks.peaks
+        return cost.bound_ms(peaks.read_gbps, peaks.compute_tflops) if peaks is not None else None
 
     def _cancelled(self) -> bool:
         self.record.cancelled = self.record.cancelled or self.hooks.cancelled()

@@ -6,7 +6,7 @@ capability as well, and work can be told to run out of memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,8 +100,8 @@ class FakeCost:
     bytes: int = 0
     flops: dict[str, float] = field(default_factory=dict)
 
-    def bound_ms(self, peaks: Any) -> float | None:
-        return self.bytes / peaks
+    def bound_ms(self, read_gbps: float | None, compute_tflops: Mapping[str, float]) -> float | None:
+        return self.bytes / read_gbps if read_gbps else None
 
 
 @dataclass

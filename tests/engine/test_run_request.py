@@ -8,7 +8,7 @@ from fake_device import FakeDevice, FakeStaged, fake_arm
 
 from pdq_tui.core.protocol import Request
 from pdq_tui.engine.prompts import Batch
-from pdq_tui.engine.runner import Hooks, Limits, RequestFailedError, first_use, run_request
+from pdq_tui.engine.runner import Hooks, Limits, Peaks, RequestFailedError, first_use, run_request
 
 
 def batch_of(*lengths: int) -> Batch:
@@ -153,7 +153,7 @@ def test_cancelled_at_the_next_token() -> None:
 
 
 def test_census_and_bounds_are_of_the_mean_step() -> None:
-    record, _ = run(FakeDevice(), n=5, hooks=Hooks(peaks=10.0, text=lambda ids: str(list(ids))))
+    record, _ = run(FakeDevice(), n=5, hooks=Hooks(peaks=Peaks(10.0), text=lambda ids: str(list(ids))))
     assert record.bytes_per_step == 1000 + 32 + 2
     assert record.prefill_bound_ms == pytest.approx(32)
     assert record.decode_bound_ms == pytest.approx(103.4)

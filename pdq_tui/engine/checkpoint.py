@@ -1,0 +1,221 @@
+"""A model's directory, looked at before anything is loaded: what is wrong with it is said in one sentence.
+
+Also the masters: the unquantized weights, read one at a time from the memory-mapped files, so that the whole
+unquantized model never has to be in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+
+from pdq_tui.errors import PdqError, UsageError
+
+INDEX = "model.safetensors.index.json"
+LFS = b"version https://git-lfs.github.com/spec/"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+#: Files up to this size together are hashed whole; of larger ones the headers and evenly spaced blocks.
+HASH_WHOLE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checked directory. ``tensors``: name → (file, shape); empty where the weights are not safetensors."""
+
+    path: Path
+    config: dict[str, Any]
+    files: tuple[Path, ...]
+    tensors: dict[str, tuple[Path, tuple[int, ...]]]
+
+    def sha256(self) -> tuple[str, str | None]:
+        """(digest of config and weights, note where it is a digest of samples)."""
+        digest = hashlib.sha256((self.path / "config.json").read_bytes())
+        whole = sum(file.stat().st_size for file in self.files) <= HASH_WHOLE_BYTES
+        for file in self.files:
+            size = file.stat().st_size
+            digest.update(f"{file.name}:{size};".encode())
+            with file.open("rb") as stream:
+                if whole:
+                    while block := stream.read(1 << 22):
+                        digest.update(block)
+                else:
+                    for part in range(64):
+                        stream.seek(size * part // 64)
+                        digest.update(stream.read(1 << 16))
+        return (
+            digest.hexdigest(),
+            None if whole else "sha256 over the sizes and 64 blocks of each weight file",
+        )
+
+
+def inspect(path: Path) -> Checkpoint:
+    """Check a local model directory; touches no network and no device memory. Raises PdqError with one sentence."""
+    if not path.is_dir():
+        raise UsageError(f"no such directory: {path}")
+    config = _config(path)
+    method = _quantized(config)
+    if method is not None:
+        raise UsageError(
+            f"{path.name}: this checkpoint is already quantized ({method}); policies start from unquantized weights",
+            "use the model's unquantized checkpoint",
+        )
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise UsageError(
+            f"{path}: there is no tokenizer",
+            f"looked for {', '.join(TOKENIZER_FILES)}: copy the model's files",
+        )
+    for name in TOKENIZER_FILES:
+        if (path / name).is_file():
+            _not_a_pointer(path / name)
+    files = _weight_files(path)
+    tensors: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for file in files:
+        if file.suffix == ".safetensors":
+            tensors.update({name: (file, shape) for name, shape in _header(file).items()})
+        else:
+            _not_empty(file)
+            _not_a_pointer(file)
+    return Checkpoint(path, config, tuple(files), tensors)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise UsageError(f"{path}: there is no config.json, so this is not a model's directory")
+    _not_empty(file)
+    _not_a_pointer(file)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{file} holds no JSON object")
+    return config
+
+
+def _quantized(config: Mapping[str, Any]) -> str | None:
+    found = config.get("quantization_config") or config.get("compression_config")
+    if not found:
+        return None
+    return str(found.get("quant_method") or "unknown method") if isinstance(found, dict) else "unknown method"
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / INDEX
+    if index.is_file():
+        _not_empty(index)
+        _not_a_pointer(index)
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise UsageError(f"{index} cannot be read: {error}") from error
+        missing = [name for name in names if not (path / name).is_file()]
+        if missing:
+            raise UsageError(
+                f"{path}: {len(missing)} of {len(names)} weight files are missing: {_few(missing)}",
+                "download the model again, the download was not finished",
+            )
+        return [path / name for name in names]
+    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+    if not files:
+        raise UsageError(f"{path}: there are no weights", "looked for *.safetensors and pytorch_model*.bin")
+    return files
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _not_empty(file: Path) -> None:
+    if file.stat().st_size == 0:
+        raise UsageError(f"{file} is empty (0 bytes)", "download it again")
+
+
+def _not_a_pointer(file: Path) -> None:
+    with file.open("rb") as stream:
+        if stream.read(len(LFS)) == LFS:
+            raise UsageError(f"{file} is a Git LFS pointer, not the file itself", "run: git lfs pull")
+
+
+def _header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by tensor name from a safetensors header, checked against the file's size.
+
+    Layout: 8 bytes little-endian header length, the header as JSON, then the data; data_offsets count from its start.
+    """
+    _not_empty(file)
+    _not_a_pointer(file)
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > size:
+                raise UsageError(
+                    f"{file} is cut off within its header, or is no safetensors file", "download it again"
+                )
+            header = json.loads(stream.read(length))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        shapes = {name: tuple(int(n) for n in entry["shape"]) for name, entry in entries.items()}
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{file} is no readable safetensors file: {error}", "download it again") from error
+    if end > size:
+        raise UsageError(
+            f"{file} is short by {end - size} bytes: the download was not finished", "download it again"
+        )
+    return shapes
+
+
+class Masters(Protocol):
+    """The unquantized weights, by the parameter's name in the model."""
+
+    def names(self) -> Sequence[str]: ...
+    def get(self, name: str) -> torch.Tensor: ...
+
+
+class MappedMasters:
+    """Weights read one at a time from memory-mapped safetensors files, in the model's dtype, on the CPU.
+
+    ``aliases``: a tied parameter's name → the name under which the file holds it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, aliases: Mapping[str, str]) -> None:
+        self._tensors = checkpoint.tensors
+        self._aliases = dict(aliases)
+        self._dtype = dtype
+        self._open: dict[Path, Any] = {}
+
+    def names(self) -> Sequence[str]:
+        return [*self._tensors, *self._aliases]
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor as the file holds it (linear layers: [N, K]). Raises KeyError for a name that is not there."""
+        stored = self._aliases.get(name, name)
+        file, _ = self._tensors[stored]
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(str(file), framework="pt", device="cpu")
+            except OSError as error:
+                raise PdqError(f"{file} cannot be read: {error}") from error
+        tensor: torch.Tensor = self._open[file].get_tensor(stored)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+class HeldMasters:
+    """Weights held in memory, for checkpoints whose files name or cut them differently from the model."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = dict(tensors)
+
+    def names(self) -> Sequence[str]:
+        return list(self._tensors)
+
+    def get(self, name: str) -> torch.Tensor:
+        return self._tensors[name]

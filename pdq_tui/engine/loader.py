@@ -1,0 +1,366 @@
+"""From a word to a model: a directory, a hub id, a GGUF file, or the demo.
+
+The skeleton is built without memory; only what is not a linear weight is put on the device. Linear weights stay in
+the memory-mapped files until a policy asks for them, so the unquantized model need not fit. Where a checkpoint's
+names differ from the model's (experts fused on loading, prefixes), transformers loads it whole into memory, and the
+notes say so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from accelerate.utils import set_module_tensor_to_device
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.pytorch_utils import Conv1D
+
+from pdq_tui import locations
+from pdq_tui.core.protocol import Load, ModelInfo
+from pdq_tui.engine import convert, hub
+from pdq_tui.engine.cancel import check, interruptible
+from pdq_tui.engine.checkpoint import Checkpoint, HeldMasters, MappedMasters, Masters, inspect
+from pdq_tui.engine.device import Device
+from pdq_tui.errors import PdqError, UsageError
+
+# transformers ships no types for its factories.
+_AUTO: Any = AutoModelForCausalLM
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+DEMO = "demo"
+DEMO_NAME = "SmolLM2-135M-Instruct"
+
+Progress = Callable[[float, float | None, str], None]
+Cancel = Callable[[], bool]
+
+
+@dataclass
+class LoadedModel:
+    """``skeleton``: a causal LM in eval mode, its linear weights on the meta device; ``masters`` holds those.
+
+    ``eos``: every id that ends an answer.
+    """
+
+    skeleton: Any
+    masters: Masters
+    tokenizer: Any
+    info: ModelInfo
+    eos: frozenset[int] = field(default_factory=frozenset)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the word led to. ``id`` is what people call it."""
+
+    id: str
+    path: Path
+    revision: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def load_model(command: Load, device: Device, progress: Progress, cancelled: Cancel) -> LoadedModel:
+    """Raises PdqError with one sentence, or Cancelled. A local directory causes no connection attempt."""
+    source = resolve(command, progress, cancelled)
+    check(cancelled)
+    progress(0, None, f"{source.id}: checking the files")
+    checkpoint = inspect(source.path)
+    dtype = _dtype(command.dtype, checkpoint)
+    config = _config(checkpoint, command)
+    check(cancelled)
+    tokenizer = _tokenizer(checkpoint, command)
+    notes = list(source.notes)
+    skeleton, masters = _mapped(checkpoint, config, dtype, command, device, progress, cancelled)
+    if skeleton is None:
+        skeleton, masters = _held(checkpoint, dtype, command, device, progress, cancelled)
+        notes.append(
+            "the checkpoint's names differ from the model's: the unquantized weights are held in memory"
+        )
+    assert masters is not None
+    skeleton.eval().requires_grad_(False)
+    check(cancelled)
+    digest, digest_note = interruptible(checkpoint.sha256, cancelled)
+    notes.extend([digest_note] if digest_note else [])
+    return LoadedModel(
+        skeleton=skeleton,
+        masters=masters,
+        tokenizer=tokenizer,
+        info=_info(source, skeleton, masters, tokenizer, dtype, digest, notes),
+        eos=_eos(checkpoint.path, skeleton, tokenizer),
+    )
+
+
+# -- where the files are ------------------------------------------------------------------------------------------------
+
+
+def resolve(command: Load, progress: Progress, cancelled: Cancel) -> Source:
+    """A local directory for the word, fetched or converted where it has to be."""
+    cache = Path(command.cache_dir) if command.cache_dir else locations.cache_dir()
+    if command.model == DEMO:
+        target = cache / "smollm2-135m-instruct-bf16"
+        if not convert.is_converted(target):
+            convert.converted(_only_gguf(_demo_source(command)), target, progress, cancelled)
+        note = "its weights were stored in 4 bits (GGUF Q4_1) and are dequantized: speed and procedure only"
+        return Source(DEMO_NAME, target, notes=(note,))
+    path = Path(command.model).expanduser()
+    gguf = path if path.suffix == ".gguf" else None
+    if path.is_dir() and not (path / "config.json").is_file() and any(path.glob("*.gguf")):
+        gguf = _only_gguf(path)
+    if gguf is not None:
+        convert.check_gguf(gguf)
+        target = convert.converted(gguf, cache / "gguf" / convert.cache_name(gguf), progress, cancelled)
+        note = f"{gguf.name} is dequantized on load: nothing here is about the file's own format"
+        return Source(f"{gguf.stem} (dequantized on load)", target, notes=(note,))
+    if path.is_dir():
+        return Source(path.resolve().name, path)
+    if path.exists():
+        raise UsageError(f"{path} is a file; a model is a directory, a .gguf file, or a hub id")
+    if not hub.looks_like_hub_id(command.model):
+        raise UsageError(f"no such directory: {path}")
+    folder, commit = hub.fetch(command.model, command.revision, progress, cancelled)
+    return Source(command.model, folder, revision=commit)
+
+
+def _demo_source(command: Load) -> Path:
+    if command.source is None:
+        raise UsageError("the demo model has not been fetched yet")
+    return Path(command.source)
+
+
+def _only_gguf(folder: Path) -> Path:
+    found = sorted(folder.rglob("*.gguf"))
+    if not found:
+        raise UsageError(f"{folder}: there is no .gguf file in it")
+    if len(found) > 1:
+        raise UsageError(f"{folder}: there are {len(found)} .gguf files in it", "name the one that is meant")
+    return found[0]
+
+
+# -- what is in them ----------------------------------------------------------------------------------------------------
+
+
+def _dtype(wanted: str | None, checkpoint: Checkpoint) -> torch.dtype:
+    word = wanted or checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bf16"
+    dtype = DTYPES.get(str(word).removeprefix("torch."))
+    if dtype is None:
+        raise UsageError(f"dtype {word!r} is not supported", f"legal: {', '.join(DTYPES)}")
+    return dtype
+
+
+def _config(checkpoint: Checkpoint, command: Load) -> Any:
+    if "auto_map" in checkpoint.config and not command.trust_remote_code:
+        known = checkpoint.config.get("model_type")
+        if known not in _known_types():
+            raise UsageError(
+                f"{checkpoint.path.name} brings code of its own, which is not run unless asked for",
+                "--trust-remote-code, if you trust it",
+            )
+    try:
+        return AutoConfig.from_pretrained(
+            checkpoint.path, local_files_only=True, trust_remote_code=command.trust_remote_code
+        )
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UsageError(
+            f"{checkpoint.path.name}: transformers does not know this model: {_first_line(error)}"
+        ) from error
+
+
+def _known_types() -> frozenset[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _tokenizer(checkpoint: Checkpoint, command: Load) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(
+            checkpoint.path, local_files_only=True, trust_remote_code=command.trust_remote_code
+        )
+    except Exception as error:  # the tokenizers library raises plain Exception from Rust
+        raise UsageError(
+            f"{checkpoint.path.name}: the tokenizer cannot be read: {_first_line(error)}"
+        ) from error
+
+
+def _eos(path: Path, skeleton: Any, tokenizer: Any) -> frozenset[int]:
+    values: list[Any] = [
+        skeleton.config.get_text_config().eos_token_id,
+        getattr(tokenizer, "eos_token_id", None),
+    ]
+    if (path / "generation_config.json").is_file():
+        values.append(GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id)
+    ids: set[int] = set()
+    for value in values:
+        if value is not None:
+            ids.update(int(v) for v in (value if isinstance(value, (list, tuple)) else [value]))
+    return frozenset(ids)
+
+
+# -- the model ----------------------------------------------------------------------------------------------------------
+
+
+def _mapped(
+    checkpoint: Checkpoint,
+    config: Any,
+    dtype: torch.dtype,
+    command: Load,
+    device: Device,
+    progress: Progress,
+    cancelled: Cancel,
+) -> tuple[Any, Masters | None]:
+    """(skeleton, masters over the files), or (None, None) where names or shapes differ, or code is not ours."""
+    if not checkpoint.tensors or command.trust_remote_code:
+        return None, None
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = _AUTO.from_config(config, dtype=dtype)
+    except ValueError as error:
+        raise UsageError(
+            f"{checkpoint.path.name} is no causal language model: {_first_line(error)}"
+        ) from error
+    if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
+        return None, None
+    model.tie_weights()
+    groups = _parameter_groups(model)
+    stored: dict[str, str] = {}
+    for names, parameter in groups:
+        name = next((n for n in names if n in checkpoint.tensors), None)
+        if name is None or checkpoint.tensors[name][1] != tuple(parameter.shape):
+            return None, None
+        stored.update(dict.fromkeys(names, name))
+    aliases = {name: file_name for name, file_name in stored.items() if name != file_name}
+    masters = MappedMasters(checkpoint, dtype, aliases)
+    linear = linear_weights(model)
+    wanted = [names for names, _ in groups if not linear.issuperset(names)]
+    for done, names in enumerate(wanted):
+        check(cancelled)
+        progress(done, len(wanted), f"{checkpoint.path.name}: {names[0]}")
+        value = masters.get(stored[names[0]])
+        for name in names:
+            set_module_tensor_to_device(model, name, device.torch_device, value=value, dtype=dtype)
+    model.tie_weights()
+    _move_buffers(model, masters, device)
+    return model, masters
+
+
+def _held(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    command: Load,
+    device: Device,
+    progress: Progress,
+    cancelled: Cancel,
+) -> tuple[Any, Masters]:
+    """The model loaded whole by transformers; its linear weights become masters in memory."""
+    progress(0, None, f"{checkpoint.path.name}: loading the whole model into memory")
+
+    def work() -> Any:
+        return _AUTO.from_pretrained(
+            checkpoint.path, dtype=dtype, local_files_only=True, trust_remote_code=command.trust_remote_code
+        )
+
+    try:
+        model = interruptible(work, cancelled)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise PdqError(f"{checkpoint.path.name} cannot be loaded: {_first_line(error)}") from error
+    linear = linear_weights(model)
+    held: dict[str, torch.Tensor] = {}
+    for names, parameter in _parameter_groups(model):
+        if linear.issuperset(names):
+            held.update(dict.fromkeys(names, parameter.data))
+            for name in names:
+                set_module_tensor_to_device(model, name, "meta")
+        else:
+            held.update({name: parameter.data for name in names if name in linear})
+            for name in names:
+                set_module_tensor_to_device(model, name, device.torch_device, value=parameter.data)
+    model.tie_weights()
+    masters = HeldMasters(held)
+    _move_buffers(model, None, device)
+    return model, masters
+
+
+def linear_weights(model: nn.Module) -> set[str]:
+    """Names of the weights that a policy may replace: of linear layers, and of GPT-2's Conv1D."""
+    return {
+        f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+    }
+
+
+def _parameter_groups(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
+    """Every parameter once, with all the names it is tied under."""
+    groups: dict[int, tuple[list[str], nn.Parameter]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), ([], parameter))[0].append(name)
+    return list(groups.values())
+
+
+def _move_buffers(model: nn.Module, masters: MappedMasters | None, device: Device) -> None:
+    stored = set(masters.names()) if masters is not None else set()
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if masters is not None and name in stored and leaf not in module._non_persistent_buffers_set:
+            module._buffers[leaf] = masters.get(name).to(device.torch_device)
+        else:
+            module._buffers[leaf] = buffer.to(device.torch_device)
+
+
+def _info(
+    source: Source,
+    model: Any,
+    masters: Masters,
+    tokenizer: Any,
+    dtype: torch.dtype,
+    digest: str,
+    notes: list[str],
+) -> ModelInfo:
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return ModelInfo(
+        id=source.id,
+        path=os.fspath(source.path),
+        revision=source.revision,
+        sha256=digest,
+        family=str(config.model_type),
+        parameters=sum(parameter.numel() for _, parameter in _parameter_groups(model)),
+        layers=int(getattr(config, "num_hidden_layers", 0)),
+        hidden=int(getattr(config, "hidden_size", 0)),
+        vocab=int(embedding.num_embeddings),
+        max_positions=int(positions) if positions else None,
+        rotary=not _learned_positions(model, positions),
+        dtype=str(dtype).removeprefix("torch."),
+        chat_template=bool(getattr(tokenizer, "chat_template", None)),
+        tied_head=head is not None and head.weight is embedding.weight,
+        notes=notes,
+    )
+
+
+def _learned_positions(model: Any, positions: int | None) -> bool:
+    """A second embedding table with a row for each position (OPT keeps two more) cannot go beyond its end."""
+    words = model.get_input_embeddings()
+    return positions is not None and any(
+        isinstance(module, nn.Embedding)
+        and module is not words
+        and module.num_embeddings in (positions, positions + 2)
+        for module in model.modules()
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
