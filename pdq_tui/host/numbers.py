@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdq_tui.core.analysis import arm_stats, ratios
+from pdq_tui.core.arms import arm_stats
+from pdq_tui.core.pairs import ratios
 from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
 from pdq_tui.core.stats import Ratio, Summary
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from pdq_tui.core import protocol as p
-from pdq_tui.core.analysis import counts
+from pdq_tui.core.arms import counts
 from pdq_tui.core.metrics import METRICS
 from pdq_tui.core.policy import Policy
 from pdq_tui.host import sentences
