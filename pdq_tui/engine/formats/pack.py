@@ -1,0 +1,105 @@
+"""Quantizing and packing one weight [N, K], in slices of rows so that it can be cancelled and needs little scratch.
+
+int8: symmetric, one scale an output channel, −127…127. int4: asymmetric, one scale and zero point for each group of
+columns, 0…15. Rounding is to nearest. Scales are rounded to the model's dtype *before* the weights are rounded to the
+grid, so that what is stored is the best on the grid that is really used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdq_tui.engine.cancel import check
+from pdq_tui.engine.formats.packed import Packed, Spec
+
+#: Elements quantized between two looks at the cancel flag; rows are taken in multiples of the packed row block.
+SLICE_ELEMENTS = 1 << 21
+ROW_BLOCK = 64
+
+
+def row_slices(N: int, k: int) -> Iterator[slice]:
+    step = max(ROW_BLOCK, SLICE_ELEMENTS // max(k, 1) // ROW_BLOCK * ROW_BLOCK)
+    for begin in range(0, N, step):
+        yield slice(begin, min(N, begin + step))
+
+
+@torch.no_grad()
+def pack(spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool]) -> Packed:
+    """Pack ``master`` [N, K] (any device) for ``device``. Raises Cancelled; a weight that is not finite stays so in its
+    scale, so that it shows in the logits instead of vanishing."""
+    if spec.fmt.dense:
+        return _pack_dense(spec, master, device, cancelled)
+    if spec.fmt.weights == "int8":
+        return _pack_int8(spec, master, device, cancelled)
+    return _pack_int4(spec, master, device, cancelled)
+
+
+def _pack_dense(spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool]) -> Packed:
+    check(cancelled)
+    if master.device == device and master.dtype == spec.stored_dtype and master.is_contiguous():
+        return Packed(spec, master, ours=False)
+    out = torch.empty((spec.N, spec.K), dtype=spec.stored_dtype, device=device)
+    for rows in row_slices(spec.N, spec.K):
+        check(cancelled)
+        out[rows].copy_(master[rows])
+    return Packed(spec, out)
+
+
+def _rows(spec: Spec, master: Tensor, rows: slice, device: torch.device) -> Tensor:
+    """float32 [rows, k] on the device, columns of zeros added where the layer is padded."""
+    w = master[rows].to(device=device, dtype=torch.float32)
+    return F.pad(w, (0, spec.k - spec.K)) if spec.k != spec.K else w
+
+
+def _pack_int8(spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool]) -> Packed:
+    q = torch.empty((spec.N, spec.k), dtype=torch.int8, device=device)
+    scales = torch.empty(spec.N, dtype=spec.dtype, device=device)
+    for rows in row_slices(spec.N, spec.k):
+        check(cancelled)
+        w = _rows(spec, master, rows, device)
+        scale = w.abs().amax(1).div_(127).clamp_min_(smallest(spec.dtype)).to(spec.dtype)
+        scales[rows] = scale
+        q[rows] = w.div_(scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return Packed(spec, q, scales)
+
+
+def _pack_int4(spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool]) -> Packed:
+    group, k, N = spec.fmt.group_size, spec.k, spec.N
+    parts: list[Tensor] = []
+    scales = torch.empty((k // group, N, 2), dtype=spec.dtype, device=device)
+    for rows in row_slices(N, k):
+        check(cancelled)
+        w = _rows(spec, master, rows, device).view(-1, k // group, group)
+        low, high = torch.aminmax(w, dim=2)
+        scale = (high - low).div_(15).clamp_min_(smallest(spec.dtype)).to(spec.dtype)
+        zero = torch.add(low, scale.float(), alpha=8).to(spec.dtype)
+        scales[:, rows, 0] = scale.t()
+        scales[:, rows, 1] = zero.t()
+        origin = zero.float().sub_(scale.float(), alpha=8)
+        q = w.sub_(origin[:, :, None]).div_(scale.float()[:, :, None]).round_().clamp_(0, 15)
+        parts.append(_nibbles(spec.layout, q.view(-1, k)))
+    packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return Packed(spec, packed, scales)
+
+
+def _nibbles(layout: str, q: Tensor) -> Tensor:
+    """float [rows, k] of 0…15 → packed bytes. Row blocks are independent in every layout, so slices concatenate."""
+    q = torch.nan_to_num(q, nan=8.0)  # its scale and zero are NaN already, and stay so
+    if layout == "int4-cpu":
+        packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.to(torch.int32), 1)
+        return packed
+    q8 = q.to(torch.uint8)
+    if layout == "int4-tinygemm":
+        pairs = (q8[:, ::2] << 4) | q8[:, 1::2]
+        tiles: Tensor = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), 8)
+        return tiles
+    return q8[:, ::2] | (q8[:, 1::2] << 4)
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """The least scale: keeps 1 / scale finite in float32 and the scale normal in its dtype."""
+    return max(float(torch.finfo(dtype).tiny), 1e-30)

@@ -1,0 +1,73 @@
+"""Packed weights: the bytes of one linear layer in one storage format, and how many there will be before packing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pdq_tui.core.policy import Format
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How one weight [N, K] is stored. ``k`` ≥ K where columns of zeros are added; ``dtype`` is the model's (of scales,
+    and of dense weights unless the format names another); ``layout`` of ``core.kernels.LAYOUTS``."""
+
+    fmt: Format
+    layout: str
+    N: int
+    K: int
+    k: int
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> str:
+        """Names the bytes: equal keys of one module mean the same bytes. Dense is named by its dtype."""
+        if self.fmt.dense:
+            return f"dense-{DTYPE_NAMES[self.stored_dtype]}"
+        padded = f"-k{self.k}" if self.k != self.K else ""
+        return f"{self.fmt.storage_key}-{self.layout}{padded}"
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return dense_dtype(self.fmt, self.dtype) if self.fmt.dense else torch.int8
+
+    @property
+    def nbytes(self) -> int:
+        """Exact: packed weights and their scales and zero points."""
+        if self.fmt.dense:
+            return self.N * self.K * self.stored_dtype.itemsize
+        if self.fmt.weights == "int8":
+            return self.N * self.k + self.N * self.dtype.itemsize
+        groups = self.k // self.fmt.group_size
+        return self.N * self.k // 2 + groups * self.N * 2 * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Packed:
+    """weight: dense [N, K]; int8 [N, k]; int4 packed bytes by layout. scales: int8 [N]; int4 [k / group, N, 2] holding
+    (scale, zero) with w = (q − 8) · scale + zero. ``ours`` False where the tensor belongs to the model itself."""
+
+    spec: Spec
+    weight: Tensor
+    scales: Tensor | None = None
+    ours: bool = True
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        total = self.weight.nbytes + (self.scales.nbytes if self.scales is not None else 0)
+        object.__setattr__(self, "nbytes", total)
+
+
+DTYPE_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
+
+
+def dense_dtype(fmt: Format, model: torch.dtype) -> torch.dtype:
+    """The dtype a dense format stores; "bf16" stands for the model's own."""
+    return {"fp16": torch.float16, "fp32": torch.float32}.get(fmt.weights, model)

@@ -1,0 +1,141 @@
+"""What this device can do, and probing kernels that may end the process, in a child process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any, Final, Protocol
+
+import torch
+
+from pdq_tui.core.kernels import Candidate, Capability
+from pdq_tui.core.policy import Format
+
+#: Seconds a probing child may take, its import of torch included.
+PROBE_TIMEOUT_S: Final = 120.0
+
+
+class HasCapability(Protocol):
+    kind: str
+    capability: tuple[int, int] | None
+
+
+def capability(device: HasCapability) -> Capability:
+    """Kind, CUDA compute capability, and on a CPU what torch's kernels can use of it."""
+    if device.kind != "cpu":
+        return Capability(device.kind, (), device.capability)
+    features = []
+    level = torch.backends.cpu.get_cpu_capability()
+    if level.startswith("AVX2") or level.startswith("AVX512"):
+        features.append("avx2")
+    if level.startswith("AVX512"):
+        features.append("avx512")
+    # private, but the only place where torch says whether oneDNN takes bf16 and int8 here
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        features.append("bf16")
+    cpu: Any = torch.cpu
+    if cpu._is_vnni_supported():
+        features.append("vnni")
+    if cpu._is_amx_tile_supported():
+        features.append("amx")
+    return Capability("cpu", tuple(features))
+
+
+def shape_class(N: int, K: int) -> tuple[int, int]:
+    """A small stand-in for [N, K] that takes the same paths: the powers of two up to 64 that divide it, kept."""
+    return _class(N), _class(K)
+
+
+def _class(size: int) -> int:
+    """The same residue modulo 64, at least 64 and at most 256."""
+    return size if size <= 192 else 128 + (size % 64 or 64)
+
+
+class Prober:
+    """Runs candidates marked ``probe`` once in a child process per (kernel, dtype, shape class); remembers in memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str, int, int], bool] = {}
+
+    def broken(
+        self, wanted: Iterable[tuple[Candidate, Format, str, int, int]]
+    ) -> dict[tuple[str, str, int, int], bool]:
+        """For (candidate, format, dtype name, N, K) → by (name, dtype, N, K): True where the child died or the result
+        was not finite or wrong. Candidates without ``probe`` are never broken."""
+        asked = [w for w in wanted if w[0].probe]
+        missing: dict[tuple[str, str, int, int], dict[str, Any]] = {}
+        for c, fmt, dtype, N, K in asked:
+            n, k = shape_class(N, K)
+            if (c.name, dtype, n, k) not in self._known:
+                missing[c.name, dtype, n, k] = {
+                    "op": c.op, "layout": c.layout, "weights": fmt.weights, "activations": fmt.activations,
+                    "group_size": fmt.group_size, "dtype": dtype, "N": n, "K": k,
+                }  # fmt: skip
+        todo = list(missing.items())
+        while todo:
+            good = _child([job for _, job in todo])
+            for (key, _), ok in zip(todo, good, strict=False):
+                self._known[key] = ok
+            if len(good) < len(todo):  # it died at this one: the rest goes to the next child
+                self._known[todo[len(good)][0]] = False
+                todo = todo[len(good) + 1 :]
+            else:
+                todo = []
+        return {
+            (c.name, dtype, N, K): not self._known[c.name, dtype, *shape_class(N, K)]
+            for c, _, dtype, N, K in asked
+        }
+
+
+def _child(jobs: list[dict[str, Any]]) -> list[bool]:
+    """Results in order, as far as the child came."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pdq_tui.engine.kernels"],
+            input=json.dumps(jobs),
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
+        )
+        text = done.stdout
+    except subprocess.TimeoutExpired as late:
+        text = late.stdout.decode() if isinstance(late.stdout, bytes) else (late.stdout or "")
+    return [line == "ok" for line in text.splitlines() if line in ("ok", "wrong")]
+
+
+def _probe(job: dict[str, Any]) -> bool:
+    """Run one kernel on random numbers against its dequantized reference in float64."""
+    from pdq_tui.engine.formats.linears import LINEARS
+    from pdq_tui.engine.formats.pack import pack
+    from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec
+    from pdq_tui.engine.formats.unpack import Scratch
+
+    dtype = {name: torch_dtype for torch_dtype, name in DTYPE_NAMES.items()}[job["dtype"]]
+    N, K = job["N"], job["K"]
+    torch.manual_seed(0)
+    master = torch.randn(N, K).to(dtype)
+    spec = Spec(Format(job["weights"], job["activations"], job["group_size"]), job["layout"], N, K, K, dtype)
+    packed = pack(spec, master, torch.device("cpu"), lambda: False)
+    layer = LINEARS[job["op"]](packed, None, Scratch())
+    with torch.inference_mode():
+        for rows in (1, 5, 17):
+            x = torch.randn(rows, K).to(dtype)
+            wanted = x.double() @ master.double().t()
+            error = (layer(x).double() - wanted).norm() / wanted.norm()
+            if not bool(error < 0.2):  # 4 bits by plain rounding are within 0.1; NaN compares false
+                return False
+    return True
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for job in json.loads(sys.stdin.read()):
+        sys.stdout.write("ok\n" if _probe(job) else "wrong\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
