@@ -159,13 +159,13 @@ def cpu_sensors() -> dict[str, Any]:
         ),
         "sensors": SensorSample(
             cpu=CpuSample(
-                load=0.97, engine_load=1.93, engine_rss_bytes=int(0.91 * GIB), memory_total_bytes=24 * GIB,
+                load=0.97, engine_load=0.96, engine_rss_bytes=int(0.91 * GIB), memory_total_bytes=24 * GIB,
                 memory_available_bytes=11 * GIB, mhz=3650.0, missing={"temperature_c": "this machine has no sensor"},
             )
         ),
         "sensors_age_s": 0.1,
         "sensor_series": {
-            "cpu_load": wave(0.95, 0.04), "engine_load": wave(1.9, 0.08), "engine_rss_bytes": wave(0.9e9, 0.05e9),
+            "cpu_load": wave(0.95, 0.04), "engine_load": wave(0.95, 0.04), "engine_rss_bytes": wave(0.9e9, 0.05e9),
         },
     }  # fmt: skip
 
@@ -252,7 +252,6 @@ class FakeSession:
     def __init__(self, picture: SessionView | None = None) -> None:
         self.picture = picture or make_view()
         self.calls: list[tuple[Any, ...]] = []
-        self.applied: list[Any] = []
         self.recorded: list[Any] = []
         self.closed = False
 
@@ -266,17 +265,19 @@ class FakeSession:
     def events(self, since_ns: int | None = None) -> list[Any]:
         return list(self.recorded)
 
-    def apply(self, event: Any) -> None:
-        """Notes become lines at once, as in the real session."""
-        self.applied.append(event)
-        if type(event).__name__ == "Note":
-            line = NoteView("12:41:30", event.level, event.text, event.hint)
-            self.change(notes=(*self.picture.notes, line))
+    def note(self, level: str, text: str, hint: str | None = None) -> None:
+        self.change(notes=(*self.picture.notes, NoteView("12:41:30", level, text, hint)))
+
+    def record(self, event: Any) -> None:
+        self.recorded.append(event)
         if type(event).__name__ == "SnapshotSaved":
             self.change(snapshots=(*self.picture.snapshots, event.name))
+            self.note("info", f"snapshot {event.name} saved  {event.arm}  {event.path}")
 
-    def start(self, load: Any, a: Policy, b: Policy, workload: Workload) -> None:
-        self.calls.append(("start", load, a, b, workload))
+    def start(
+        self, load: Any, a: Policy, b: Policy, workload: Workload, *, active: str = "A", loop: bool = False
+    ) -> None:
+        self.calls.append(("start", load, a, b, workload, active, loop))
 
     def set_policy(self, arm: str, policy: Policy) -> None:
         self.calls.append(("set_policy", arm, policy))

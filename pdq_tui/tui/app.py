@@ -1,0 +1,343 @@
+"""The app: screens as modes, the keys that work everywhere, start, quit, snapshots, themes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from textual import work
+from textual.app import App
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from pdq_tui import errors
+from pdq_tui.core.policy import Policy
+from pdq_tui.core.protocol import Load, SnapshotSaved
+from pdq_tui.core.workload import Workload
+from pdq_tui.errors import PdqError
+from pdq_tui.host.view import SessionView, TaskView
+from pdq_tui.tui import keys, theme
+from pdq_tui.tui.commands import PdqCommands
+from pdq_tui.tui.lines import sentence
+from pdq_tui.tui.live import LiveScreen
+from pdq_tui.tui.terminal import AsciiDriver, needs_ascii, start_marker
+
+if TYPE_CHECKING:
+    from textual.command import Provider
+
+#: The second ctrl+c within this time quits.
+_TWICE_S = 2.0
+_DEFAULT_FPS = 2.0
+
+
+class LiveLike(Protocol):
+    """What the screens need of a session: ``host.live.LiveSession``, or a stand-in in tests."""
+
+    def view(self, window_s: float | None = 120.0) -> SessionView: ...
+    def events(self, since_ns: int | None = None) -> list[Any]: ...
+    def note(self, level: str, text: str, hint: str | None = None) -> None: ...
+    def record(self, event: Any) -> None: ...
+    def start(
+        self, load: Load, a: Policy, b: Policy, workload: Workload, *, active: str = "A", loop: bool = False
+    ) -> None: ...
+    def set_policy(self, arm: str, policy: Policy) -> None: ...
+    def select(self, arm: str) -> None: ...
+    def interleave(self, on: bool) -> None: ...
+    def start_loop(self) -> None: ...
+    def stop(self) -> None: ...
+    def restart_engine(self) -> None: ...
+    def cancel(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the app is to look and what it begins with.
+
+    load, a, b, workload  what to start; without ``load`` the session is taken as it is (a replay).
+    fps        refreshes of the numbers a second; None: 2; 0: never by itself.
+    marker     auto, braille, block, ascii. ascii: None finds out from the terminal.
+    keys       binding id → keys, replacing the built-in ones.
+    """
+
+    runs_dir: Path
+    load: Load | None = None
+    a: Policy | None = None
+    b: Policy | None = None
+    workload: Workload = field(default_factory=Workload)
+    fps: float | None = None
+    marker: str = "auto"
+    ascii: bool | None = None
+    theme: str | None = None
+    readonly: bool = False
+    keys: dict[str, str] = field(default_factory=dict)
+
+
+def _live() -> Screen[Any]:
+    return LiveScreen()
+
+
+def _compare() -> Screen[Any]:
+    from pdq_tui.tui.compare import CompareScreen  # polars comes with it, once somebody compares
+
+    return CompareScreen()
+
+
+def _policies() -> Screen[Any]:
+    from pdq_tui.tui.policies import PoliciesScreen
+
+    return PoliciesScreen()
+
+
+def _log() -> Screen[Any]:
+    from pdq_tui.tui.log import LogScreen
+
+    return LogScreen()
+
+
+class PdqApp(App[int]):
+    """``session``: see LiveLike. Returns the process exit code. It closes the session before it ends.
+
+    Raises UsageError for an unknown key id or theme before anything is drawn.
+    """
+
+    CSS_PATH = "pdq.tcss"
+    TITLE = "pdq"
+    MODES: ClassVar[dict[str, str | Callable[[], Screen[Any]]]] = {
+        "live": _live, "compare": _compare, "policies": _policies, "log": _log,
+    }  # fmt: skip
+    DEFAULT_MODE = "live"
+    BINDINGS: ClassVar[list[BindingType]] = list(keys.APP)
+    COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {PdqCommands}
+    ENABLE_COMMAND_PALETTE = True
+
+    def __init__(self, session: LiveLike, options: Options) -> None:
+        self.ascii = needs_ascii() if options.ascii is None else options.ascii
+        super().__init__(driver_class=AsciiDriver if self.ascii and os.name == "posix" else None)
+        self.session = session
+        self.options = options
+        self.runs_dir = options.runs_dir
+        self.fps = _DEFAULT_FPS if options.fps is None else options.fps
+        self.marker = start_marker(options.marker, self.ascii, os.environ)
+        self.fetching: TaskView | None = None
+        self._cancelled = threading.Event()
+        self._interrupted_at: float | None = None
+        self._leaving = False
+        for each in theme.THEMES:
+            self.register_theme(each)
+        keys.check(options.keys, known_ids())
+        self.set_keymap(options.keys)
+        self.set_theme(theme.start_theme(options.theme, os.environ))
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        return theme.series_defaults(self.current_theme)
+
+    def set_theme(self, name: str) -> None:
+        """Raises UsageError for a theme that does not exist."""
+        if name not in self.available_themes:
+            raise errors.UsageError(
+                f"no theme is called {name!r}", f"there are: {', '.join(sorted(self.available_themes))}"
+            )
+        self.theme = name
+
+    # -- start ---------------------------------------------------------------------------------------------------------------
+
+    def on_mount(self) -> None:
+        self.animation_level = "none"
+        if not self.is_headless:
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                loop.add_signal_handler(number, self._ended_from_outside)
+        if self.options.load is not None:
+            # After the first frame: the screen does not wait for processes.
+            self.call_after_refresh(self._begin, self.options.load)
+
+    def _begin(self, load: Load) -> None:
+        if load.model == "demo" and load.source is None:
+            self._fetch_demo(load)
+        else:
+            self._start(load)
+
+    def _start(self, load: Load) -> None:
+        a, b = self.options.a, self.options.b
+        if a is None or b is None:
+            raise ValueError("a model was given without policies for both arms")
+        self.session.start(load, a, b, self.options.workload, loop=not self.options.readonly)
+
+    @work(thread=True, group="fetch")
+    def _fetch_demo(self, load: Load) -> None:
+        """Bring the demo model's file, with progress, while the screen is already up."""
+        from pdq_tui.host import demo
+
+        began = time.monotonic()
+
+        def progress(done: float, total: float | None, label: str) -> None:
+            self.fetching = TaskView("fetch", label, done, total, "bytes", time.monotonic() - began)
+
+        try:
+            source = demo.fetch(progress, self._cancelled.is_set)
+        except PdqError as error:
+            self.session.note("error", error.message, error.hint)
+        else:
+            self.call_from_thread(self._start, _with_source(load, source))
+        finally:
+            self.fetching = None
+
+    def cancel_tasks(self) -> None:
+        """Cancel fetching, loading, converting or packing."""
+        if self.fetching is not None:
+            self._cancelled.set()
+        else:
+            self.session.cancel()
+
+    # -- keys ----------------------------------------------------------------------------------------------------------------
+
+    def action_go(self, mode: str) -> None:
+        if isinstance(self.screen, _modal()):
+            return
+        self.switch_mode(mode)
+
+    def action_help(self) -> None:
+        from pdq_tui.tui.help import HelpScreen
+
+        metric = self.screen.help_metric if isinstance(self.screen, LiveScreen) else None
+        self.push_screen(HelpScreen(metric))
+
+    def action_export(self) -> None:
+        from pdq_tui.tui.export import ExportDialog
+
+        self.push_screen(ExportDialog())
+
+    def action_copy(self) -> None:
+        if isinstance(self.screen, LiveScreen):
+            self.screen.action_copy()
+
+    def action_next_theme(self) -> None:
+        place = theme.CYCLE.index(self.theme) if self.theme in theme.CYCLE else -1
+        self.set_theme(theme.CYCLE[(place + 1) % len(theme.CYCLE)])
+
+    def action_picture(self) -> None:
+        """SVG of the screen into the run's folder."""
+        folder = Path(self.session.view().run_dir)
+        name = f"screen-{time.strftime('%H%M%S')}.svg"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = self.save_screenshot(name, str(folder))
+        except OSError as error:
+            self.session.note("error", f"no picture: {sentence(error)}")
+        else:
+            self.session.note("info", f"picture of the screen in {path}")
+        self._redraw()
+
+    async def run_on_live(self, action: str) -> None:
+        """Do one of the live screen's actions from wherever the palette was opened."""
+        if self.current_mode != "live":
+            await self.switch_mode("live")
+        screen = self.screen
+        if isinstance(screen, LiveScreen):
+            await self.run_action(action, screen)
+
+    def _redraw(self) -> None:
+        if isinstance(self.screen, LiveScreen):
+            self.screen.redraw(charts=False)
+
+    # -- snapshots -------------------------------------------------------------------------------------------------------------
+
+    @work(thread=True, group="snapshot")
+    def save_snapshots(self, arms: Sequence[str], note: str) -> None:
+        """Write what each arm has measured into the store; a line of the event log says where, or why not."""
+        from pdq_tui.store import snapshot  # polars comes with it
+
+        folder = Path(self.session.view().run_dir)
+        for arm in arms:
+            try:
+                path = snapshot.save(folder, self.session.events(), arm, note=note)
+            except PdqError as error:
+                self.session.note("error", f"no snapshot of arm {arm}: {error.message}", error.hint)
+            except OSError as error:
+                self.session.note("error", f"no snapshot of arm {arm}: {sentence(error)}")
+            else:
+                self.session.record(SnapshotSaved(arm=arm, name=path.name, path=str(path), note=note))
+        self.call_from_thread(self._redraw)
+
+    # -- the end ---------------------------------------------------------------------------------------------------------------
+
+    def action_leave(self) -> None:
+        """Quit; asks only while a run is live."""
+        from pdq_tui.tui.ask import Ask
+
+        if isinstance(self.screen, Ask):
+            return
+        if not self.session.view().running:
+            self.leave(errors.OK)
+            return
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self.leave(errors.OK)
+
+        self.push_screen(Ask("A run is live. Stop it, keep the results, and quit?"), answered)
+
+    def action_interrupt(self) -> None:
+        """First: stop the run. Again within two seconds: quit. Results are on disk already, request by request."""
+        now = time.monotonic()
+        if self._interrupted_at is not None and now - self._interrupted_at < _TWICE_S:
+            self.leave(errors.INTERRUPTED)
+            return
+        self._interrupted_at = now
+        self.session.stop()
+        self.session.note("info", "run stopped; ctrl+c again within 2 s quits")
+        self._redraw()
+
+    def _ended_from_outside(self) -> None:
+        self.leave(errors.INTERRUPTED)
+
+    def leave(self, code: int) -> None:
+        """End the workers, then the app. Once."""
+        if not self._leaving:
+            self._leaving = True
+            self._cancelled.set()
+            self._close(code)
+
+    @work(group="leave")
+    async def _close(self, code: int) -> None:
+        await asyncio.to_thread(self.session.close)
+        self.exit(code, return_code=code)
+
+
+def _with_source(load: Load, source: Path) -> Load:
+    import msgspec
+
+    return msgspec.structs.replace(load, source=str(source))
+
+
+def _modal() -> type[Screen[Any]]:
+    from textual.screen import ModalScreen
+
+    return ModalScreen
+
+
+def known_ids() -> list[str]:
+    """Ids of every key binding of the app and its screens: what ``[keys]`` may name."""
+    from pdq_tui.tui import ask, export, lines, page
+    from pdq_tui.tui import help as helping
+
+    found = [*keys.ids(keys.APP), *keys.ids(keys.LIVE)]
+    for owner in (
+        ask.Ask,
+        ask.Pick,
+        ask.Write,
+        export.ExportDialog,
+        helping.HelpScreen,
+        lines.LineList,
+        page.Page,
+    ):
+        found += [b.id for b in owner.BINDINGS if isinstance(b, Binding) and b.id]
+    return found

@@ -1,0 +1,73 @@
+"""The palette: everything that a key does, and the policies for both arms, found by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.content import Content
+
+from pdq_tui.tui import keys
+from pdq_tui.tui.lines import literal
+
+if TYPE_CHECKING:
+    from pdq_tui.core.policy import Policy
+    from pdq_tui.tui.app import PdqApp
+
+#: (name, help, what it does)
+Command = tuple[str, str, Callable[[], object]]
+
+
+class PdqCommands(Provider):
+    """Commands of the app, of the live screen (wherever one is), and one an arm and policy."""
+
+    async def startup(self) -> None:
+        self.commands = list(self._commands())
+
+    @property
+    def pdq(self) -> PdqApp:
+        return cast("PdqApp", self.app)
+
+    def _commands(self) -> Iterator[Command]:
+        for binding in keys.APP:
+            if binding.action != "command_palette":
+                yield binding.description, binding.tooltip, partial(self.pdq.run_action, binding.action)
+        readonly = self.pdq.options.readonly
+        for binding in keys.LIVE:
+            name = binding.action.split("(")[0]
+            if name in ("escape", "focus_panel") or (readonly and name in keys.CHANGING):
+                continue
+            yield (
+                f"Live: {binding.description}",
+                binding.tooltip,
+                partial(self.pdq.run_on_live, binding.action),
+            )
+        if not readonly:
+            yield from self._policies()
+        for theme in sorted(self.pdq.available_themes):
+            yield f"Theme: {theme}", "colours of the screen", partial(self.pdq.set_theme, theme)
+
+    def _policies(self) -> Iterator[Command]:
+        from pdq_tui.core.catalog import policies
+
+        for entry in policies().values():
+            policy = entry.policy
+            if policy is not None:
+                for arm in ("A", "B"):
+                    yield f"{arm}: {policy.name}", literal(policy.summary), partial(self._apply, arm, policy)
+
+    def _apply(self, arm: str, policy: Policy) -> None:
+        self.pdq.session.set_policy(arm, policy)
+
+    async def discover(self) -> Hits:
+        for name, text, run in self.commands:
+            yield DiscoveryHit(Content(name), run, text=name, help=text)
+
+    async def search(self, query: str) -> Hits:
+        matcher = self.matcher(query)
+        for name, text, run in self.commands:
+            score = matcher.match(name)
+            if score > 0:
+                yield Hit(score, matcher.highlight(name), run, text=name, help=text)

@@ -1,0 +1,120 @@
+"""Every key of the app and of the live screen, with the id that ``[keys]`` in the configuration refers to.
+
+Avoided on purpose: alt and meta, ctrl+a and ctrl+b (screen, tmux), ctrl+s and ctrl+z (flow control, suspend), ctrl+j,
+ctrl+k and ctrl+e (editors), F10 and F11 (terminals).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from textual.binding import Binding, BindingType
+
+from pdq_tui.errors import UsageError
+
+
+def _key(keys: str, action: str, word: str, id_: str, tooltip: str, *, priority: bool = False) -> Binding:
+    return Binding(keys, action, word, id=id_, tooltip=tooltip, priority=priority)
+
+
+#: Screens in the order of their digits; 4 and 5 are kept for screens to come.
+SCREENS: Final = (
+    ("1", "live", "Live"),
+    ("2", "compare", "Compare"),
+    ("3", "policies", "Policies"),
+    ("6", "log", "Log"),
+)
+
+APP: Final[tuple[Binding, ...]] = (
+    *(
+        _key(digit, f"go('{mode}')", word, f"screen.{mode}", f"the {word} screen")
+        for digit, mode, word in SCREENS
+    ),
+    _key(
+        "question_mark,f1",
+        "help",
+        "Help",
+        "app.help",
+        "keys of this screen and the formula of the focused panel",
+    ),
+    _key("colon", "command_palette", "Palette", "app.palette", "find a command by its name (also ctrl+p)"),
+    _key("e", "export", "Export", "app.export", "write what was measured as md, json, csv or parquet"),
+    _key("y", "copy", "Copy", "app.copy", "copy this screen's figures (OSC 52) and save them as a file"),
+    _key("T", "next_theme", "Theme", "app.theme", "next colour theme"),
+    _key("f12", "picture", "Picture", "app.screenshot", "SVG picture of the screen into the run's folder"),
+    _key("q", "leave", "Quit", "app.quit", "quit; asks only while a run is live"),
+    _key("ctrl+q", "leave", "Quit", "app.quit_any", "quit from anywhere", priority=True),
+    _key(
+        "ctrl+c",
+        "interrupt",
+        "Stop",
+        "app.interrupt",
+        "stop the run; a second time within 2 s: quit",
+        priority=True,
+    ),
+)
+
+LIVE: Final[tuple[Binding, ...]] = (
+    _key("r", "run", "Run/Stop", "live.run", "start or stop the workload"),
+    _key(
+        "R",
+        "restart",
+        "Restart",
+        "live.restart",
+        "replace the engine process; everything wanted is sent again",
+    ),
+    _key("a", "arm('A')", "Arm A", "live.arm_a", "next requests use arm A"),
+    _key("b", "arm('B')", "Arm B", "live.arm_b", "next requests use arm B, the reference"),
+    _key(
+        "x",
+        "interleave",
+        "ABBA",
+        "live.interleave",
+        "alternate both arms in ABBA blocks: what a comparison rests on",
+    ),
+    _key("p", "stage('prefill')", "Prefill", "live.prefill", "what the active arm does in prefill"),
+    _key("d", "stage('decode')", "Decode", "live.decode", "what the active arm does in decode"),
+    _key("v", "kv", "KV", "live.kv", "what the active arm does with the KV cache"),
+    _key("s", "snapshot", "Snap", "live.snapshot", "save what the active arm has measured"),
+    _key("S", "snapshot_note", "Snap+note", "live.snapshot_note", "snapshot with a note"),
+    _key("space", "freeze", "Pause", "live.freeze", "freeze the display only; recording goes on"),
+    _key("m", "metric(1)", "Metric", "live.metric_next", "next metric in this chart"),
+    _key("M", "metric(-1)", "Metric back", "live.metric_previous", "previous metric in this chart"),
+    _key("w", "window", "Window", "live.window", "charts over 30 s, 2 min, everything"),
+    _key("z", "zoom", "Zoom", "live.zoom", "this panel alone, and back"),
+    _key("c", "clear_marks", "Clear marks", "live.clear_marks", "clear the marks on the time axis"),
+    _key(
+        "escape", "escape", "Back", "live.back", "cancel loading or packing; end zoom or pause; never quits"
+    ),
+    _key("j,down,right", "focus_panel(1)", "Next panel", "live.next_panel", "next panel"),
+    _key("k,up,left", "focus_panel(-1)", "Last panel", "live.previous_panel", "panel before"),
+)
+
+#: Actions of the live screen that change what runs; off with --readonly.
+CHANGING: Final = frozenset(
+    {"run", "restart", "arm", "interleave", "stage", "kv", "snapshot", "snapshot_note"}
+)
+
+
+def ids(bindings: Iterable[BindingType]) -> list[str]:
+    return [b.id for b in bindings if isinstance(b, Binding) and b.id]
+
+
+def check(overrides: Mapping[str, str], known: Iterable[str]) -> None:
+    """Raises UsageError for a binding id that does not exist, naming the nearest."""
+    names = sorted(known)
+    for name in overrides:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(names)}"
+            raise UsageError(f"[keys] {name}: no key binding has this id", hint)
+
+
+def shown(id_: str, overrides: Mapping[str, str]) -> str:
+    """The key to print for a binding, as people write it."""
+    from pdq_tui.tui.page import key_name
+
+    default = next((b.key for b in (*APP, *LIVE) if b.id == id_), "")
+    return key_name(overrides.get(id_, default).split(",")[0])
