@@ -121,8 +121,10 @@ def conditions(facts: Facts, labels: Sequence[str]) -> dict[str, str]:
 
 def setup_document(meta: Mapping[str, Any], facts: Facts, blocks: int) -> Json:
     """Everything but the arms: tool, host, device, libraries, model, workload."""
-    doc: Json = {"schema": SCHEMA, "run": meta.get("id"), "started": meta.get("started")}
-    doc["tool"] = {"version": dict(meta.get("tool") or {}).get("version")}
+    doc: Json = {"schema": SCHEMA, "tool": {}}
+    for key in ("started", "run"):
+        put(doc, key, meta.get("id" if key == "run" else key), "the run kept no meta.json")
+    put(doc["tool"], "version", dict(meta.get("tool") or {}).get("version"))
     host = dict(meta.get("host") or {})
     threads = facts.device.threads if facts.device else host.get("threads")
     doc["host"] = {**host}
@@ -223,7 +225,12 @@ def arm_document(facts: Facts, label: str) -> Json:
     policy = ready.policy if ready else None
     put(out, "policy", policy.name if policy else (requests[-1].policy if requests else None))
     put(out, "policy_digest", policy.digest if policy else (requests[-1].policy_digest if requests else None))
-    put(out, "policy_text", msgspec.to_builtins(policy) if policy else None, "the engine never had it ready")
+    put(
+        out,
+        "policy_text",
+        msgspec.json.decode(msgspec.json.encode(policy)) if policy else None,
+        "the engine never had it ready",
+    )
     put(out, "storage", policy.storage if policy else None, "the engine never had it ready")
     for stage, ids in (("prefill", PREFILL_KEYS), ("decode", DECODE_KEYS)):
         part: Json = {}

@@ -98,7 +98,12 @@ class VirtualRun:
             p.Hello(role="engine", pid=1, python="3.11.9", libraries={"torch": "2.13.0"}, t_ns=t),
             p.ModelReady(
                 model=p.ModelInfo(
-                    id="demo", sha256="ab" * 32, parameters=134_515_008, layers=30, dtype="bf16", family="llama"
+                    id="demo",
+                    sha256="ab" * 32,
+                    parameters=134_515_008,
+                    layers=30,
+                    dtype="bf16",
+                    family="llama",
                 ),
                 device=p.DeviceInfo(
                     kind="cpu",
@@ -118,7 +123,7 @@ class VirtualRun:
             p.SensorState(nvml="absent", text="no NVML: a CPU run", t_ns=t),
         ]
         for label in labels:
-            rule = self.policies.get(label) or policy(label)
+            rule = self.policies.get(label) or policy(label.split("#")[0])
             found.append(
                 p.ArmReady(
                     arm=label,
@@ -133,7 +138,9 @@ class VirtualRun:
                         session_resident_bytes=600_000_000,
                     ),
                     coverage={
-                        s: p.Coverage(total_parameters=106_000_000, kernels={"linear": 210}, formats={"bf16": 210})
+                        s: p.Coverage(
+                            total_parameters=106_000_000, kernels={"linear": 210}, formats={"bf16": 210}
+                        )
                         for s in ("prefill", "decode")
                     },
                     kv=p.KvInfo(bytes_per_token=23_040, allocated_bytes=13_000_000, capacity_tokens=500_000),
@@ -157,7 +164,7 @@ class VirtualRun:
             nonlocal number, now
             prefill, step = self.speed[label]
             slow = 1.0 + self.drift(number)
-            rule = self.policies.get(label) or policy(label)
+            rule = self.policies.get(label) or policy(label.split("#")[0])
             steps = [step * slow * (1 + rng.gauss(0, self.noise)) for _ in range(self.steps)]
             r = request(
                 arm=label,
