@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
+from pdq_tui import locations
 from pdq_tui.core.protocol import (
     DROPPABLE,
     Dropped,
@@ -41,7 +42,7 @@ from pdq_tui.core.protocol import (
 )
 from pdq_tui.host.journal import Journal
 from pdq_tui.host.process import Worker
-from pdq_tui.host.runs import Run
+from pdq_tui.host.runs import Run, leftovers
 from pdq_tui.host.sentences import failure_sentence
 
 ENGINE_ARGV: Final = (sys.executable, "-m", "pdq_tui.engine.worker")
@@ -105,9 +106,11 @@ class Supervisor:
     # -- for the session -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the workers. Returns at once; what becomes of them comes as events."""
+        """Start the workers. Returns at once; what becomes of them comes as events. Workers that an earlier session
+        left behind are told of, and left alone."""
         for role in self._argv:
             self._jobs.put(partial(self._launch, role))
+        self._jobs.put(self._tell_leftovers)
         self._keeper.start()
 
     def send(self, command: Message) -> bool:
@@ -222,6 +225,10 @@ class Supervisor:
         if role == "engine":
             self._watch = Watch(pid=worker.pid)
         self._send_watch()
+
+    def _tell_leftovers(self) -> None:
+        for leftover in leftovers({self.run.path.parent, locations.runs_dir()}):
+            self._emit(Note(level="warn", text=leftover.text, hint=f"to end it: kill {leftover.pid}"))
 
     def _restart_now(self) -> None:
         with self._lock:

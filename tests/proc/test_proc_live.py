@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from pdq_tui.core import protocol as p
 from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.workload import Workload
 from pdq_tui.host.live import LiveSession
-from pdq_tui.host.runs import Run
+from pdq_tui.host.runs import Run, new_run
 from pdq_tui.host.view import SessionView
 
 Live = Callable[..., LiveSession]
@@ -194,6 +196,34 @@ def test_a_wrong_model_is_a_sentence_and_the_session_stays(live: Live) -> None:
     assert view.engine.state in ("ready", "loading")
     session.start(p.Load(model="demo"), INT8, BF16, Workload(), loop=True)
     until(session, running)
+
+
+def test_a_hung_engine_shows_as_stalled_and_is_replaced_by_a_key(
+    live: Live, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("pdq_tui.host.session.STALLED_S", 1.3)
+    session = live("hang@5", once=tmp_path / "once")
+    view = until(session, lambda v: v.engine.state == "stalled")
+    assert view.engine.text.startswith("no sign of life for") and view.engine.since_s > 1.3
+    session.restart_engine()
+    until(session, lambda v: v.arms["A"].requests > 8 and v.engine.state == "running")
+
+
+def test_S05_a_leftover_is_told_and_left_alone(live: Live, run: Run) -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        earlier = new_run()
+        earlier.track(sleeper.pid, "engine")
+        lock = earlier.path / "lock.json"
+        lock.write_text(lock.read_text().replace(f'"pid": {os.getpid()}', '"pid": 999999999'))
+        session = live()
+        view = until(session, lambda v: any(earlier.id in n.text for n in v.notes))
+        note = next(n for n in view.notes if earlier.id in n.text)
+        assert note.level == "warn" and note.hint == f"to end it: kill {sleeper.pid}"
+        assert sleeper.poll() is None
+    finally:
+        sleeper.kill()
+        sleeper.wait()
 
 
 def test_a_stalled_reader_of_pictures_misses_nothing(live: Live, run: Run) -> None:
