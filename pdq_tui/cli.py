@@ -127,7 +127,13 @@ def _common(
     verbose: Annotated[
         int,
         typer.Option(
-            "--verbose", "-v", count=True, callback=_louder, expose_value=False, help="Say more on stderr."
+            "--verbose",
+            "-v",
+            count=True,
+            callback=_louder,
+            expose_value=False,
+            show_default=False,
+            help="Say more on stderr.",
         ),
     ] = 0,
     quiet: Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +94,7 @@ def fraction(text: str, flag: str) -> float:
     return value
 
 
-def columns(rows: list[tuple[str, ...]], head: tuple[str, ...]) -> str:
+def columns(rows: Sequence[tuple[str, ...]], head: tuple[str, ...]) -> str:
     """Left-aligned columns under ``head``; the last one is as long as it is."""
     table = [head, *[tuple(printable(" ".join(cell.split())) for cell in row) for row in rows]]
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]

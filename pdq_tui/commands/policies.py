@@ -15,7 +15,12 @@ from pdq_tui.core.catalog import Entry, find_policy, policies
 from pdq_tui.core.policy import Policy, parse_policy, policy_to_toml
 from pdq_tui.errors import PdqError, UsageError
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="List, show, check and make policies.")
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="List, show, check and make policies.",
+)
 
 Name = Annotated[str, typer.Argument(metavar="POLICY", help="A policy's name, or the path of its TOML file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]

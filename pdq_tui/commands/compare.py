@@ -1,0 +1,69 @@
+"""``compare``: snapshots side by side, the reference first."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pdq_tui.commands import flags
+from pdq_tui.commands.common import ascii_only, emit, fraction, runs_dir, say, settings
+from pdq_tui.errors import GATE, OK, UsageError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+FORMATS = ("table", "md", "json", "csv")
+
+
+@app.command(help="Compare snapshots with the first: difference, 95 % interval, judgement.")
+def compare(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="REF CAND...", help="Snapshots: RUN/NNN, a unique prefix of one, @last, or a path."
+        ),
+    ],
+    format_: Annotated[
+        str, typer.Option("--format", metavar="|".join(FORMATS), help="What is printed.")
+    ] = "table",
+    diff_only: Annotated[
+        bool, typer.Option("--diff-only", help="Only what is better or worse (table and md).")
+    ] = False,
+    min_effect: Annotated[
+        str | None,
+        typer.Option("--min-effect", metavar="SHARE", help="Smallest difference that counts, e.g. 1%. [1%]"),
+    ] = None,
+    fail_on: Annotated[
+        str | None, typer.Option("--fail-on", metavar="worse", help="Exit 3 if any row is judged worse.")
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Also when model or workload differ: side by side, without a judgement."
+        ),
+    ] = False,
+    directory: flags.RunsDir = None,
+) -> None:
+    if fail_on not in (None, "worse"):
+        raise UsageError(f"--fail-on: {fail_on!r} is not a legal value", "legal: worse")
+    if format_ not in FORMATS:
+        raise UsageError(f"--format: {format_!r} is not a legal value", f"legal: {', '.join(FORMATS)}")
+    if len(words) < 2:
+        raise UsageError(
+            "a comparison needs a reference and at least one candidate", "`pdq-tui snapshots list`"
+        )
+    share = None if min_effect is None else fraction(min_effect, "--min-effect")
+    loaded = settings({"run.min_effect": ("--min-effect", share), "run.dir": ("--dir", directory)})
+    from pdq_tui.report.tables import render
+    from pdq_tui.store.compare import compare as compare_snapshots
+    from pdq_tui.store.snapshot import load, resolve
+
+    runs = runs_dir(loaded)
+    found = [load(resolve(word, runs)) for word in words]
+    comparison = compare_snapshots(found, loaded.settings.run.min_effect, force=force)
+    emit(render(comparison, format_, diff_only=diff_only, ascii_only=format_ == "table" and ascii_only()))
+    worse = [row for row in comparison.rows if row.judgement == "worse"]
+    if fail_on == "worse":
+        for row in worse:
+            say(f"worse: {row.candidate} in {row.name}")
+    raise typer.Exit(GATE if fail_on == "worse" and worse else OK)

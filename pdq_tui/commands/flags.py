@@ -1,0 +1,174 @@
+"""Flags that the app and ``run`` have in common, each with its unit, and what they become: a Load and a Workload."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from pdq_tui import locations
+from pdq_tui.commands.common import say
+from pdq_tui.config import Settings
+from pdq_tui.core.prompts import read_prompts
+from pdq_tui.core.protocol import Load
+from pdq_tui.core.workload import PROMPT_SETS, Workload
+from pdq_tui.errors import UsageError
+from pdq_tui.host import demo
+
+DEMO: Final = "demo"
+
+In = Annotated[
+    int | None,
+    typer.Option(
+        "--in", metavar="TOKENS", min=1, help="Prompt length of the built-in sets, in tokens. [512]"
+    ),
+]
+Out = Annotated[
+    int | None,
+    typer.Option("--out", metavar="TOKENS", min=1, help="New tokens a request, the first included. [64]"),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        "--batch", metavar="REQUESTS", min=1, help="Requests a pass, left-padded to the longest. [1]"
+    ),
+]
+PromptsFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--prompts",
+        metavar="SET|FILE",
+        help="Prompt set (short, long, mixed), or a file: text with prompts separated by blank lines, or JSONL with "
+        "`prompt` or `messages`. [mixed]",
+    ),
+]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template",
+        metavar="auto|none",
+        help="auto: the model's template for `messages`, none for plain prompts; none: never. [auto]",
+    ),
+]
+Beyond = Annotated[
+    bool,
+    typer.Option(
+        "--beyond-positions",
+        help="Run prompts longer than the model's positions in tokens (rotary models only): speed, not sense.",
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", metavar="N", min=0, help="Seed of the prompts' and the blocks' order. [0]"),
+]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", metavar="auto|cuda|cpu", help="auto takes a GPU where there is one. [auto]"),
+]
+Gpu = Annotated[
+    str | None, typer.Option("--gpu", metavar="INDEX|UUID", help="Which GPU, by index or UUID. [the first]")
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", metavar="N", min=1, help="CPU threads; never more than affinity and quota allow."
+    ),
+]
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        "--weight-budget", metavar="GIB", help="Most that packed weights of all policies may take, in GiB."
+    ),
+]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run code that comes with the model. Off unless asked for."),
+]
+Revision = Annotated[
+    str | None, typer.Option("--revision", metavar="REV", help="Branch, tag or commit of a hub model.")
+]
+RunsDir = Annotated[
+    str | None,
+    typer.Option("--dir", metavar="DIR", help="Where the run is kept, in place of the state directory."),
+]
+
+
+def workload_of(settings: Settings, *, beyond_positions: bool = False) -> Workload:
+    """The workload, with the user's prompts read from their file. What was decided about it is said on stderr.
+
+    Raises UsageError where the file holds nothing that can run.
+    """
+    w = settings.workload
+    common: dict[str, Any] = {
+        "output_tokens": w.output_tokens,
+        "batch": w.batch,
+        "chat_template": w.chat_template,
+        "seed": w.seed,
+        "long_positions_ok": beyond_positions,
+    }
+    if w.prompts in PROMPT_SETS:
+        return Workload(prompt_tokens=w.prompt_tokens, prompts=w.prompts, **common)
+    path = Path(w.prompts).expanduser()
+    if not path.exists() and not path.suffix and path.name == w.prompts:
+        near = difflib.get_close_matches(w.prompts, PROMPT_SETS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"sets: {', '.join(PROMPT_SETS)}; or name a file"
+        raise UsageError(f"--prompts: no prompt set or file is called {w.prompts!r}", hint)
+    prompts = read_prompts(path)
+    say(f"{path}: {prompts.summary} ({'; '.join(prompts.notes)})")
+    return Workload(prompt_tokens=None, prompts="file", texts=prompts.texts, chats=prompts.chats, **common)
+
+
+def load_of(
+    settings: Settings, model: str, *, trust_remote_code: bool = False, revision: str | None = None
+) -> Load:
+    """The command that loads ``model``: "demo", a directory or .gguf file, or a hub id.
+
+    Raises UsageError where a path is meant and nothing is there: it is not looked for on the hub.
+    """
+    e = settings.engine
+    budget = None if e.weight_budget is None else int(e.weight_budget * 2**30)
+    load = Load(
+        model=model,
+        cache_dir=str(locations.cache_dir()),
+        device=e.device,
+        gpu=e.gpu,
+        threads=e.threads,
+        weight_budget_bytes=budget,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+    )
+    if model == DEMO:
+        load.source, load.cache_dir = str(demo.model_dir()), str(locations.demo_dir())
+        return load
+    path = Path(model).expanduser()
+    if path.exists():
+        load.model = str(path.absolute())
+    elif looks_like_path(model):
+        raise UsageError(
+            f"no such directory: {path}",
+            "MODEL is demo, a directory, a .gguf file, or a hub id such as org/name",
+        )
+    return load
+
+
+def looks_like_path(word: str) -> bool:
+    """True for what can only be meant as a path: no hub id looks like that, or its directory is there."""
+    return (
+        word.startswith(("/", ".", "~"))
+        or word.count("/") > 1
+        or word.endswith((".gguf", "/"))
+        or ("/" in word and Path(word).parent.is_dir())
+    )
+
+
+def near_command(word: str, commands: Sequence[str]) -> None:
+    """Raises UsageError where a first word is no model here but nearly a command."""
+    near = difflib.get_close_matches(word, commands, 1, 0.75)
+    if near and "/" not in word and not Path(word).exists() and word != DEMO:
+        raise UsageError(
+            f"no command is called {word!r}",
+            f"did you mean `pdq-tui {near[0]}`? A model of that name is opened with `pdq-tui app {word}`",
+        )

@@ -1,0 +1,53 @@
+"""``report``: one snapshot, or several compared, as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdq_tui.commands.common import emit, runs_dir, settings
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(
+    help="Write a report of a snapshot, or of several compared with the first; prints the files' paths."
+)
+def report(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SNAPSHOT...", help="Snapshots: RUN/NNN, a unique prefix of one, @last, or a path."
+        ),
+    ],
+    formats: Annotated[
+        str,
+        typer.Option("-f", "--format", metavar="LIST", help="Any of md, json, csv, parquet, with commas."),
+    ] = "md,json",
+    out: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Where the files go: report.md, report.json, …")
+    ] = Path(),
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace files; compare what differs in model or workload.")
+    ] = False,
+    runs: Annotated[
+        str | None,
+        typer.Option("--runs", metavar="DIR", help="Where the runs are, in place of the state directory."),
+    ] = None,
+) -> None:
+    loaded = settings({"run.dir": ("--runs", runs)})
+    from pdq_tui.report.write import write
+    from pdq_tui.store.compare import compare
+    from pdq_tui.store.snapshot import load, resolve
+
+    found = [load(resolve(word, runs_dir(loaded))) for word in words]
+    source = (
+        found[0].document()
+        if len(found) == 1
+        else compare(found, loaded.settings.run.min_effect, force=force)
+    )
+    chosen = [word.strip() for word in formats.split(",") if word.strip()]
+    for path in write(source, chosen, out.expanduser(), force):
+        emit(str(path))

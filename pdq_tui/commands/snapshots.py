@@ -1,0 +1,92 @@
+"""``snapshots list/show/rm``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import msgspec
+import typer
+
+from pdq_tui.commands import flags
+from pdq_tui.commands.common import ascii_only, columns, emit, printable, runs_dir, say, settings
+from pdq_tui.errors import UsageError
+
+app = typer.Typer(
+    add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="List, show and delete snapshots."
+)
+
+Word = Annotated[
+    str, typer.Argument(metavar="SNAPSHOT", help="RUN/NNN, a unique prefix of one, @last, or a path.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+@app.command("list", help="All snapshots, oldest first; damaged ones are listed with what is wrong.")
+def list_(as_json: AsJson = False, directory: flags.RunsDir = None) -> None:
+    from pdq_tui.store.snapshot import list_snapshots
+
+    runs = runs_dir(settings({"run.dir": ("--dir", directory)}))
+    found = list_snapshots(runs)
+    if as_json:
+        emit(json.dumps([msgspec.to_builtins(s) for s in found], indent=1))
+        return
+    if not found:
+        say(f"there is no snapshot in {runs}; `pdq-tui run` makes one an arm, s in the app makes one")
+        return
+    rows = [
+        (
+            s.id,
+            s.created,
+            s.arm,
+            s.policy,
+            s.model,
+            "" if s.requests is None else str(s.requests),
+            f"! {s.error}" if s.error else s.note,
+        )
+        for s in found
+    ]
+    emit(columns(rows, ("snapshot", "made (UTC)", "arm", "policy", "model", "requests", "note")))
+
+
+@app.command(help="Print one snapshot's figures.")
+def show(word: Word, as_json: AsJson = False, directory: flags.RunsDir = None) -> None:
+    from pdq_tui.report.tables import render
+    from pdq_tui.store.snapshot import load, resolve
+
+    runs = runs_dir(settings({"run.dir": ("--dir", directory)}))
+    snapshot = load(resolve(word, runs))
+    say(str(snapshot.path), level=1)
+    if as_json:
+        emit(render(snapshot.document(), "json"))
+    else:
+        emit(render(snapshot.document(), "table", ascii_only=ascii_only()))
+
+
+@app.command(help="Delete snapshots. Asks first; without a terminal it needs --yes.")
+def rm(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="SNAPSHOT...", help="RUN/NNN, a unique prefix of one, @last, or a path."),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    directory: flags.RunsDir = None,
+) -> None:
+    from pdq_tui.store.snapshot import remove, resolve
+
+    runs = runs_dir(settings({"run.dir": ("--dir", directory)}))
+    paths = list(dict.fromkeys(resolve(word, runs) for word in words))
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError("nothing was deleted: there is no terminal to ask on", "say --yes")
+        for path in paths:
+            say(str(path), level=-1)
+        sys.stderr.write(f"Delete {len(paths)} snapshot{'s' if len(paths) > 1 else ''}? [y/N] ")
+        sys.stderr.flush()
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            say("nothing was deleted")
+            raise typer.Exit(1)
+    for path in paths:
+        remove(path)
+        say(f"deleted {printable(str(path))}")
