@@ -8,13 +8,14 @@ loses that line alone.
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from pdq_tui.core.protocol import ProtocolError, UnknownTypeError, VersionError, decode_event
 
@@ -40,7 +41,15 @@ def read_events(path: Path, counts: ReadCounts | None = None) -> Iterator[Any]:
         yield from _decode_lines(file, counts or ReadCounts())
 
 
-def _decode_lines(lines: Any, counts: ReadCounts) -> Iterator[Any]:
+def _first_bytes(file: BinaryIO, size: int) -> Iterator[bytes]:
+    for line in file:
+        size -= len(line)
+        if size < 0:
+            return
+        yield line
+
+
+def _decode_lines(lines: Iterable[bytes], counts: ReadCounts) -> Iterator[Any]:
     for line in lines:
         if not line.strip():
             continue
@@ -103,12 +112,15 @@ class Journal:
         counts = counts or ReadCounts()
         with self._lock:
             waiting = list(self._backlog)
-            found: list[Any] = []
-            if self.path is not None and self.path.is_file():  # a device has no end to read to
-                try:
-                    found = list(read_events(self.path, counts))
-                except OSError as error:
-                    self.text = f"the journal cannot be read back: {error.strerror}"
+            size = self._size()
+        found: list[Any] = []
+        # Outside the lock: writers go on meanwhile, behind ``size``.
+        if size and self.path is not None:
+            try:
+                with self.path.open("rb") as file:
+                    found = list(_decode_lines(_first_bytes(file, size), counts))
+            except OSError as error:
+                self.text = f"the journal cannot be read back: {error.strerror}"
         found.extend(_decode_lines(waiting, counts))
         return found
 
@@ -121,6 +133,16 @@ class Journal:
             if self._fd is not None:
                 os.close(self._fd)
                 self._fd = None
+
+    def _size(self) -> int:
+        """Bytes on disk; 0 for what is not a regular file: a device has no end to read to."""
+        if self.path is None:
+            return 0
+        try:
+            status = self.path.stat()
+        except OSError:
+            return 0
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     # -- under the lock ------------------------------------------------------------------------------------------------
 
