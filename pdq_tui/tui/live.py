@@ -19,11 +19,11 @@ from textual.widget import Widget
 
 from pdq_tui.core.policy import Stage
 from pdq_tui.host.view import SessionView
-from pdq_tui.tui import keys, modals, panels, pictures
+from pdq_tui.tui import device_panel, footing, heading, keys, modals, panels, pictures
 from pdq_tui.tui.ask import Pick, Write
 from pdq_tui.tui.chart import Chart
 from pdq_tui.tui.copying import copy_text
-from pdq_tui.tui.panels import Display, Look
+from pdq_tui.tui.heading import Display, Look
 from pdq_tui.tui.plot import spark
 from pdq_tui.tui.rows import Rows, clip, row
 
@@ -72,6 +72,7 @@ class LiveScreen(Screen[None]):
     """``window_s``: how far back the charts reach. ``frozen``: the picture that a paused display shows."""
 
     BINDINGS: ClassVar[list[BindingType]] = list(keys.LIVE)
+    AUTO_FOCUS = ""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,8 +177,8 @@ class LiveScreen(Screen[None]):
 
     def redraw(self, *, charts: bool = True) -> None:
         """Take a picture of the session and draw what changed of it."""
-        if self.app.screen is not self and not isinstance(self.app.screen_stack[0], LiveScreen):
-            return
+        if self not in self.app.screen_stack:
+            return  # another screen is in front
         view = self._with_fetch(self.pdq.session.view(self.window_s))
         self._mark(view)
         display = Display(readonly=self.pdq.options.readonly, fps=self.pdq.fps)
@@ -214,21 +215,21 @@ class LiveScreen(Screen[None]):
                 [row(text[i : i + max(width, 1)]) for i in range(0, len(text), max(width, 1))]
             )
             return
-        self._rows("header").show([panels.header(view, display, width, look)])
-        self._rows("policies").show([panels.policy_line(view, width, look)])
+        self._rows("header").show([heading.header(view, display, width, look)])
+        self._rows("policies").show([heading.policy_line(view, width, look)])
         height = self._rows("bottom").size.height
-        self._rows("bottom").show(panels.bottom_rows(view, width, height, look))
+        self._rows("bottom").show(footing.bottom_rows(view, width, height, look))
         self._rows("keys").show([self._key_row(view, width)])
-        title, source = panels.device_title(view)
+        title, source = device_panel.device_title(view)
         for stage in ("prefill", "decode"):
             panel = self._rows(stage)
             if panel.display:
-                rows = panels.stage_rows(view, cast(Stage, stage), panel.size.width, look)
-                panel.show(rows, stage.upper(), panels.stage_subtitle(view, cast(Stage, stage)))
+                rows = panels.stage_rows(view, stage, panel.size.width, look)
+                panel.show(rows, stage.upper(), panels.stage_subtitle(view, stage))
         for name in ("device", "side"):
             panel = self._rows(name)
             if panel.display:
-                panel.show(panels.device_rows(view, panel.size.width, look), title, source)
+                panel.show(device_panel.device_rows(view, panel.size.width, look), title, source)
         stages = self._rows("stages")
         if stages.display:
             stages.show(panels.both_rows(view, stages.size.width, look), "STAGES")
@@ -263,20 +264,22 @@ class LiveScreen(Screen[None]):
         stop = "Stop" if view.running or view.wants_loop else "Start"
         screens = " ".join(f"{key(f'screen.{mode}')} {word}" for _, mode, word in keys.SCREENS)
         items = [
-            (f"{key('live.run')} {stop}", "r"),
-            (f"{key('live.arm_a', 'live.arm_b')} Arm", "a"),
-            (f"{key('live.prefill', 'live.decode')} Stage", "p"),
-            (f"{key('live.interleave')} ABBA", "x"),
-            (f"{key('live.snapshot')} Snap", "s"),
-            (f"{key('app.help')} Help", "?"),
-            (f"{key('app.export')} Export", "e"),
-            (f"{key('live.zoom')} Zoom", "z"),
-            (f"{key('live.freeze')} Pause", "space"),
+            f"{key('live.run')} {stop}",
+            f"{key('live.arm_a', 'live.arm_b')} Arm",
+            f"{key('live.prefill', 'live.decode')} Stage",
+            f"{key('live.interleave')} ABBA",
+            f"{key('live.snapshot')} Snap",
+            f"{key('app.help')} Help",
+            f"{key('app.export')} Export",
+            f"{key('live.zoom')} Zoom",
+            f"{key('live.freeze')} Pause",
         ]
         if width < 110:
             screens = screens.replace("Compare", "Cmp").replace("Policies", "Pol")
+        if width < 80:
+            screens = " ".join(key(f"screen.{mode}") for _, mode, _ in keys.SCREENS) + " Screens"
         text = f" {screens} {self.look.own('│')}"
-        for item, _ in items:
+        for item in items:
             if len(text) + 1 + len(item) <= width:
                 text += f" {item}"
         return row(text)
@@ -316,7 +319,7 @@ class LiveScreen(Screen[None]):
     def action_stage(self, stage: Stage) -> None:
         view = self.now()
         arm = view.active
-        policy = panels.wanted_policy(view.arms.get(arm))
+        policy = heading.wanted_policy(view.arms.get(arm))
         if policy is None:
             self.pdq.session.note("warn", f"arm {arm} has no policy yet")
             self.redraw(charts=False)
@@ -334,7 +337,7 @@ class LiveScreen(Screen[None]):
 
     def action_kv(self) -> None:
         view = self.now()
-        policy = panels.wanted_policy(view.arms.get(view.active))
+        policy = heading.wanted_policy(view.arms.get(view.active))
         current = policy.kv.decode if policy else "bf16"
         self.app.push_screen(Pick(f"arm {view.active}: the KV cache", modals.KV_CHOICES, current))
 

@@ -1,197 +1,17 @@
-"""What the live screen's panels say: pure functions from the session's picture to rows.
-
-Foreign text (model, device, policy names, errors) goes through ``literal`` and is never parsed as markup.
-"""
+"""The two stages' panels, and both in one table: pure functions from the session's picture to rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from rich.cells import cell_len
-
-from pdq_tui.core.metrics import METRICS, format_bytes
-from pdq_tui.core.policy import Policy, Stage
-from pdq_tui.core.protocol import CpuSample, GpuSample
+from pdq_tui.core.metrics import METRICS
+from pdq_tui.core.policy import STAGES, Stage
 from pdq_tui.core.stats import Ratio, Summary
 from pdq_tui.host.view import ArmView, SessionView
-from pdq_tui.tui.lines import ASCII, fit, literal
+from pdq_tui.tui.device_panel import device_rows, device_title
+from pdq_tui.tui.heading import Display, Look, header, policy_line, stage_word, wanted_policy
 from pdq_tui.tui.plot import Part, Row
-from pdq_tui.tui.rows import apart, cell, clip, length, row
+from pdq_tui.tui.rows import cell, clip, row
 
-_TABLE = str.maketrans(ASCII)
 _WORD_ROLE = {"better": "good", "worse": "bad", "same": "", "unsure": "dim"}
-#: Seconds without a sensor reading after which the last one is called stale.
-STALE_S = 3.0
-
-
-@dataclass(frozen=True)
-class Look:
-    """How this terminal is drawn to: ``plain`` is ASCII only."""
-
-    plain: bool = False
-
-    def own(self, text: str) -> str:
-        """Our own words, with glyphs that the terminal has."""
-        return text.translate(_TABLE) if self.plain else text
-
-    def foreign(self, text: object) -> str:
-        """Somebody else's words, literally; in ASCII what cannot be shown becomes ?."""
-        shown = literal(text)
-        return shown.encode("ascii", "replace").decode() if self.plain else shown
-
-
-# -- header ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Display:
-    """The display's own state, which the session does not know."""
-
-    frozen_s: float | None = None
-    slow_fps: float | None = None
-    fps: float = 2.0
-    readonly: bool = False
-
-
-def state_words(view: SessionView, display: Display, look: Look) -> Part:
-    """The state in capitals with a mark, e.g. "● RUNNING", "! WORKER STALLED 12 s"."""
-    if display.frozen_s is not None:
-        return (f"! PAUSED +{display.frozen_s:.0f} s recorded", "bad")
-    engine = view.engine
-    if engine.state == "stalled":
-        return (f"! WORKER STALLED {engine.since_s:.0f} s", "bad")
-    if engine.state == "dead":
-        return ("! ENGINE DEAD (R restarts)", "bad")
-    if display.slow_fps is not None:
-        return (f"! LINK SLOW: {display.slow_fps:.0f} fps", "warn")
-    if view.workload_error and not view.running:
-        return ("! WORKLOAD REFUSED", "bad")
-    mark = look.own("● " if view.running else "○ ")
-    return (mark + engine.state.upper(), "mark" if view.running else "head")
-
-
-def clock(seconds: float) -> str:
-    whole = int(max(seconds, 0.0))
-    return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
-
-
-def header(view: SessionView, display: Display, width: int, look: Look) -> Row:
-    """Model, device, lengths, run, state, elapsed time, active arm, ABBA."""
-    wide = width >= 110
-    run = look.foreign(view.run_id.rsplit("-", 1)[-1])
-    state = state_words(view, display, look)
-    arms = _arm_choice(view)
-    right: list[Part] = [
-        ((f"run {run}  " if wide else f"{run} "), "dim"),
-        state,
-        (f" {clock(view.elapsed_s)}  " if wide else f" {clock(view.elapsed_s)[-5:]} ", ""),
-        *((("arm ", "dim"),) if wide else ()),
-        *arms,
-        (
-            "  ABBA " + ("on" if view.interleave else "off")
-            if wide
-            else (" ABBA" if view.interleave else ""),
-            "",
-        ),
-        ("  read-only" if display.readonly and wide else "", "warn"),
-        (" ", ""),
-    ]
-    lengths = f"  {_lengths(view, wide)} "
-    room = max(width - length(right) - cell_len(lengths) - 6, 0)
-    model = look.foreign(view.model.id) if view.model else "no model yet"
-    device = look.foreign(_device_name(view)) if view.device else ""
-    model_room = min(cell_len(model), max(room - min(cell_len(device) + 1, 14), 8))
-    device_room = min(cell_len(device), room - model_room - 1)
-    left: list[Part] = [(" pdq  ", "mark"), (fit(model, model_room), "head")]
-    if device_room >= 4:
-        left.append((f" {fit(device, device_room)}", ""))
-    left.append((lengths, "dim"))
-    return apart(left, right, width)
-
-
-def _device_name(view: SessionView) -> str:
-    device = view.device
-    if device is None:
-        return ""
-    return device.name.replace("NVIDIA ", "")
-
-
-def _lengths(view: SessionView, wide: bool) -> str:
-    if view.workload is None:
-        return "workload refused" if view.workload_error else "no workload yet"
-    work, lengths = view.workload.workload, view.workload.lengths
-    span = str(lengths[0]) if lengths and min(lengths) == max(lengths) else ""
-    if lengths and not span:
-        span = f"{min(lengths)}-{max(lengths)}"
-    if wide:
-        return f"in {span} out {work.output_tokens} bs {work.batch}"
-    return f"in{span} out{work.output_tokens} bs{work.batch}"
-
-
-def _arm_choice(view: SessionView) -> list[Part]:
-    parts: list[Part] = []
-    for arm in ("A", "B"):
-        here = view.active == arm
-        parts.append((f"[{arm}]" if here else f" {arm} ", arm.lower() if here else "dim"))
-    return parts
-
-
-def policy_line(view: SessionView, width: int, look: Look) -> Row:
-    """Both arms' policies by stage, and what the second copy of weights costs."""
-    short = width < 110
-    room = width // 2
-    parts: list[Part] = []
-    for arm in ("A", "B"):
-        words = arm_words(view.arms.get(arm), look, short=short)
-        parts += [(f" {arm} ", arm.lower()), (fit(words, room - 3) if arm == "A" else words, "")]
-    return clip(parts, width)
-
-
-def arm_words(arm: ArmView | None, look: Look, *, short: bool = False) -> str:
-    policy = wanted_policy(arm)
-    if arm is None or policy is None:
-        return "no policy"
-    if short:
-        text = look.own(
-            f"{stage_word(policy, 'prefill')}/{stage_word(policy, 'decode')}/kv {policy.kv.decode}"
-        )
-    else:
-        text = look.own(
-            f"prefill {stage_word(policy, 'prefill')} · decode {stage_word(policy, 'decode')} · kv {policy.kv.decode}"
-        )
-    if policy.name.endswith("*"):
-        text += " *"
-    if arm.refused:
-        return f"{text} (refused)"
-    if arm.pending:
-        return f"{text} (packing)" if not short else f"{text} (pack)"
-    extra = arm.ready.weights.extra_bytes if arm.ready else 0
-    if extra:
-        return (
-            f"{text} +{format_bytes(extra).replace(' ', '')}"
-            if short
-            else f"{text} (+{format_bytes(extra)} copy)"
-        )
-    if arm.arm == "B":
-        text += " base" if short else " (reference)"
-    return text
-
-
-def wanted_policy(arm: ArmView | None) -> Policy | None:
-    """What the arm is to do: what was asked for, unless that was refused."""
-    if arm is None:
-        return None
-    if arm.ready is not None and (arm.refused or arm.wanted is None):
-        return arm.ready.policy
-    return arm.wanted
-
-
-def stage_word(policy: Policy, stage: Stage) -> str:
-    return policy.stage(stage).format.label
-
-
-# -- stage panels --------------------------------------------------------------------------------------------------------
 
 
 def stage_rows(view: SessionView, stage: Stage, width: int, look: Look) -> list[Row]:
@@ -344,20 +164,27 @@ def judgement_word(ratio: Ratio | None) -> str:
 
 def both_rows(view: SessionView, width: int, look: Look) -> list[Row]:
     """The STAGES panel of the smaller layouts: both stages in one table."""
-    rows = [row(cell("", 12), cell("A", 14, "a"), cell("B", 14, "b"), ("A/B", "head"))]
+    wide = width >= 74
+    rows = [row(cell("", 11), cell("A", 14, "a"), cell("B", 14, "b"), ("A/B", "head"))]
     for metric in ("ttft_ms", "tpot_ms"):
+        ratio = view.ratios.get(metric)
+        role = "dim" if ratio is None or ratio.provisional else _WORD_ROLE.get(ratio.judgement, "")
         rows.append(
             row(
-                cell(f" {METRICS[metric].short}  ms", 12, "head"),
+                cell(f" {METRICS[metric].short} ms", 11, "head"),
                 *(_with_spread(view, arm, metric, look) for arm in ("A", "B")),
-                *_ratio_parts(view.ratios.get(metric), 8, look),
-                cell(judgement_word(view.ratios.get(metric)), 14),
+                *_ratio_parts(ratio, 8, look),
+                (judgement_word(ratio), role),
             )
         )
-    rows.append(_pair_row(view, "mbu", "MBU dec", "prefill_mfu", "MFU pre", look))
-    rows.append(
-        _pair_row(view, "decode_explained", "expl dec", "prefill_explained", "expl pre", look, kernels=True)
-    )
+    if wide:
+        rows.append(_pair_row(view, "mbu", "MBU dec", f"MFU pre {_both(view, 'prefill_mfu')}"))
+        tail = f"expl pre {_both(view, 'prefill_explained')}  {kernel_marks(view, look)}"
+        rows.append(_pair_row(view, "decode_explained", "expl dec", tail))
+    else:
+        rows.append(_pair_row(view, "mbu", "MBU dec", kernel_marks(view, look)))
+        rows.append(_pair_row(view, "prefill_mfu", "MFU pre", ""))
+        rows.append(_pair_row(view, "decode_explained", "expl dec", ""))
     return [clip(r, width) for r in rows]
 
 
@@ -370,187 +197,30 @@ def _with_spread(view: SessionView, arm: str, metric: str, look: Look) -> Part:
     return cell(text, 14, "dim" if text == "n/a" else "")
 
 
-def _pair_row(
-    view: SessionView, left: str, name: str, right: str, other: str, look: Look, *, kernels: bool = False
-) -> Row:
-    texts = [METRICS[left].text(_median(_stat(view, arm, left))) for arm in ("A", "B")]
-    both = " / ".join(METRICS[right].text(_median(_stat(view, arm, right))) for arm in ("A", "B"))
-    tail = f"{other} {both}"
-    if kernels:
-        tail += f"  {kernel_marks(view, look)}"
-    return row(cell(f" {name}", 12, "head"), cell(texts[0], 14), cell(texts[1], 14), (tail, ""))
+def _both(view: SessionView, metric: str) -> str:
+    return " / ".join(METRICS[metric].text(_median(_stat(view, arm, metric))) for arm in ("A", "B"))
+
+
+def _pair_row(view: SessionView, metric: str, name: str, tail: str) -> Row:
+    texts = [METRICS[metric].text(_median(_stat(view, arm, metric))) for arm in ("A", "B")]
+    return row(cell(f" {name}", 11, "head"), cell(texts[0], 14), cell(texts[1], 14), (tail, ""))
 
 
 def kernel_marks(view: SessionView, look: Look) -> str:
+    """A's and B's kernels: as asked for, fallen back (!), or not known yet."""
     marks = []
     for name in ("A", "B"):
         arm = view.arms.get(name)
         ready = arm.ready if arm else None
-        marks.append(f"{name} " + ("-" if ready is None else "!" if ready.fallbacks else look.own("✓")))
+        marks.append("-" if ready is None else "!" if ready.fallbacks else look.own("✓"))
     return "kernels " + " ".join(marks)
-
-
-# -- device ------------------------------------------------------------------------------------------------------------
-
-
-def device_title(view: SessionView) -> tuple[str, str]:
-    """Title and subtitle of the device panel."""
-    gpu = engine_gpu(view)
-    source = "psutil" if gpu is None else "NVML"
-    if view.sensors is None:
-        return ("DEVICE", "no reading yet")
-    if view.sensors_age_s is not None and view.sensors_age_s > STALE_S:
-        source = f"stale {view.sensors_age_s:.0f} s"
-    return (f"GPU {gpu.index}" if gpu else "CPU", source)
-
-
-def engine_gpu(view: SessionView) -> GpuSample | None:
-    """The reading of the GPU that the engine runs on."""
-    if view.sensors is None or (view.device is not None and view.device.kind == "cpu"):
-        return None
-    index = view.sensor_state.engine_gpu if view.sensor_state else None
-    return next((g for g in view.sensors.gpus if g.engine or g.index == index), None)
-
-
-def device_rows(view: SessionView, width: int, look: Look) -> list[Row]:
-    gpu = engine_gpu(view)
-    cpu = view.sensors.cpu if view.sensors is not None else CpuSample()
-    rows = _gpu_rows(gpu, view, look) if gpu is not None else _cpu_rows(cpu, view, look)
-    return [clip(r, width) for r in rows]
-
-
-def _share(value: float | None) -> str:
-    return "n/a" if value is None else f"{value * 100:.0f} %"
-
-
-def _gib(value: float | None) -> str:
-    return "n/a" if value is None else f"{value / 2**30:.1f}"
-
-
-def _cpu_rows(cpu: CpuSample, view: SessionView, look: Look) -> list[Row]:
-    threads = f"{view.device.threads} threads" if view.device else ""
-    rows = [
-        row((" load  ", "head"), f"{_share(cpu.load)}   engine {_share(cpu.engine_load)}"),
-        row((" RSS   ", "head"), f"{_gib(cpu.engine_rss_bytes)} / {_gib(cpu.memory_total_bytes)} GiB"),
-        _peaks(view),
-        row(
-            (" clock ", "head"),
-            (f"{cpu.mhz:.0f} MHz" if cpu.mhz else "n/a") + f"   {_celsius(cpu.temperature_c)}",
-        ),
-    ]
-    if threads:
-        rows.append(row((" run   ", "head"), threads))
-    rows.append(row((f" {look.foreign(no_gpu_words(view))}", "dim")))
-    return rows
-
-
-def no_gpu_words(view: SessionView) -> str:
-    """Why there is no GPU reading."""
-    if view.device is not None and view.device.kind == "cpu":
-        return "GPU none: CPU run, no power"
-    state = view.sensor_state
-    if state is None:
-        return "sensors starting"
-    return state.engine_gpu_reason or state.text
-
-
-def _celsius(value: float | None) -> str:
-    return "temp n/a" if value is None else f"{value:.0f} C"
-
-
-def _peaks(view: SessionView) -> Row:
-    stats = view.arms[view.active].stats if view.active in view.arms else {}
-    texts = [
-        f"{letter} {_gib(_median(stats.get(f'{stage}_peak_bytes')))}"
-        for letter, stage in (("P", "prefill"), ("D", "decode"))
-    ]
-    return row((" peak  ", "head"), "  ".join(texts) + " GiB")
-
-
-def _gpu_rows(gpu: GpuSample, view: SessionView, look: Look) -> list[Row]:
-    limit = "" if gpu.power_limit_w is None else f"/{gpu.power_limit_w:.0f}"
-    power = (
-        f"{gpu.power_w:.0f}{limit} W" if gpu.power_w is not None else f"n/a ({_why(gpu, 'power_w', look)})"
-    )
-    if gpu.throttle is None:
-        throttle = f"n/a ({_why(gpu, 'throttle', look)})"
-    else:
-        throttle = look.foreign(", ".join(gpu.throttle)) or "none"
-    others = "n/a" if gpu.other_processes is None else str(gpu.other_processes)
-    clock_text = "n/a" if gpu.sm_mhz is None else f"{gpu.sm_mhz:.0f} MHz"
-    return [
-        row((" util  ", "head"), f"{_share(gpu.gpu_util)}   sm {clock_text}"),
-        row((" power ", "head"), f"{power}   {_celsius(gpu.temperature_c)}"),
-        row((" mem   ", "head"), f"{_gib(gpu.memory_used_bytes)} / {_gib(gpu.memory_total_bytes)} GiB"),
-        _peaks(view),
-        row((" throttle ", "head"), (throttle, "bad" if gpu.throttle else "")),
-        row((" other procs ", "head"), (others, "warn" if gpu.other_processes else "")),
-    ]
-
-
-def _why(gpu: GpuSample, name: str, look: Look) -> str:
-    return look.foreign(gpu.missing.get(name, "no reading"))
-
-
-# -- tasks and notes -----------------------------------------------------------------------------------------------------
-
-
-def task_rows(view: SessionView, width: int, look: Look) -> list[Row]:
-    """What is under way, with progress: loading, converting, packing, warming up."""
-    rows = []
-    for task in view.tasks:
-        bar = progress_bar(task.done, task.total, 20 if width >= 100 else 12, look)
-        amount = _amount(task.done, task.total, task.unit)
-        text = f" {look.foreign(task.task)}  {look.foreign(task.label)}"
-        tail = f"  {amount}  {task.seconds:.1f} s  esc cancels "
-        rows.append(apart([(text, "head")], [(f"  {bar}", "mark"), (tail, "dim")], width))
-    return rows
-
-
-def progress_bar(done: float, total: float | None, width: int, look: Look) -> str:
-    """A bar, empty where the total is not known."""
-    full, empty = ("#", ".") if look.plain else ("█", "░")
-    share = min(1.0, max(0.0, done / total)) if total and total > 0 and done == done else 0.0
-    return full * round(share * width) + empty * (width - round(share * width))
-
-
-def _amount(done: float, total: float | None, unit: str) -> str:
-    if unit.lower() in ("b", "bytes"):
-        ends = format_bytes(total) if total else ""
-        return f"{format_bytes(done)} of {ends}" if ends else format_bytes(done)
-    if total:
-        return f"{min(done / total, 9.99) * 100:3.0f} %"
-    return f"{done:.0f} {unit}".strip()
-
-
-def note_rows(view: SessionView, width: int, height: int, look: Look) -> list[Row]:
-    """Newest first; a warning and an error carry their mark."""
-    rows = []
-    for text in (view.run_text, view.journal_text):
-        if text:
-            rows.append(clip([(f" ! {look.foreign(text)}", "bad")], width))
-    for note in reversed(view.notes[-height:] if height > 0 else ()):
-        mark, role = {"warn": ("! ", "warn"), "error": (look.own("✗ "), "bad")}.get(note.level, ("", ""))
-        text = look.foreign(note.text)
-        if note.hint:
-            text += f" - {look.foreign(note.hint)}"
-        rows.append(clip([(f" {note.clock}  ", "dim"), (f"{mark}{text}", role)], width))
-    return rows[: max(height, 0)]
-
-
-def bottom_rows(
-    view: SessionView, width: int, height: int, look: Look, first: Sequence[Row] = ()
-) -> list[Row]:
-    """Tasks first, then the newest notes."""
-    rows = [*first, *task_rows(view, width, look)][:height]
-    return rows + note_rows(view, width, height - len(rows), look)
 
 
 def summary_text(view: SessionView) -> str:
     """The figures of this screen as plain text, for the clipboard and a file."""
     look = Look()
     rows = [header(view, Display(), 110, look), policy_line(view, 160, look), ()]
-    for stage in ("prefill", "decode"):
-        rows += [row(stage.upper()), *stage_rows(view, stage, 60, look), ()]  # type: ignore[arg-type]
+    for stage in STAGES:
+        rows += [row(stage.upper()), *stage_rows(view, stage, 60, look), ()]
     rows += [row(device_title(view)[0]), *device_rows(view, 60, look)]
     return "\n".join("".join(text for text, _ in r).rstrip() for r in rows)

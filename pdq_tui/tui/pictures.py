@@ -8,7 +8,8 @@ from typing import Final
 
 from pdq_tui.core.metrics import METRICS
 from pdq_tui.host.view import Point, SessionView
-from pdq_tui.tui.panels import Look, engine_gpu
+from pdq_tui.tui.device_panel import engine_gpu
+from pdq_tui.tui.heading import Look
 from pdq_tui.tui.plot import Band, Curve, Level, Picture
 
 #: Metrics that m goes through in a chart, then the device's own series.
@@ -105,8 +106,9 @@ def _memory(
         empty="no memory reading yet", scale=1 / 2**30,
     )  # fmt: skip
     what = "device memory (NVML)" if on_gpu else "engine RSS, sampled"
-    subtitle = f"{what} · weights ▓ kv ▒" if bands else what
-    return Titled(picture, "MEMORY GiB", look.own(subtitle), _newest(points, 1 / 2**30, "GiB"))
+    filled = "weights # kv :" if look.plain else "weights ▓ kv ▒"
+    subtitle = f"{what} · {filled}" if bands else what
+    return Titled(picture, "MEMORY GiB", subtitle, _newest(points, 1 / 2**30, "GiB"))
 
 
 def _power(view: SessionView, window_s: float | None, marks: tuple[tuple[float, str], ...]) -> Titled:
@@ -144,4 +146,4 @@ def power_missing(view: SessionView) -> str:
 
 def _newest(points: Sequence[Point], scale: float, unit: str) -> str:
     value = next((v for _, v in reversed(points) if v is not None), None)
-    return "n/a" if value is None else f"{value * scale:.4g} {unit}"
+    return "n/a" if value is None else f"{value * scale:.3g} {unit}"

@@ -141,12 +141,12 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     span = high - low
     if span <= 0 or most < 1:
         return [low]
-    raw = span / max(most - 1, 1)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next((m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999), 10 * power)
-    first = math.ceil(low / step - 1e-9)
-    found = [n * step for n in range(first, first + most + 2) if n * step <= high + step * 1e-9]
-    return found[:most] or [low]
+    power = 10.0 ** math.floor(math.log10(span / most)) / 10
+    for step in (m * power * scale for scale in (1, 10, 100, 1000) for m in (1, 2, 2.5, 5)):
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first + 1 <= most:
+            break
+    return [n * step for n in range(first, last + 1)] or [low]
 
 
 def draw(picture: Picture, width: int, height: int, marker: str = "braille") -> list[Row]:

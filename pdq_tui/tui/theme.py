@@ -35,17 +35,18 @@ THEMES: Final = (
     Theme(
         name="pdq-dark", primary=SKY, secondary=BLUE, warning=ORANGE, error="#FF8A4C", success=SKY, accent=SKY,
         foreground="#D8DEE4", background="#11161B", surface="#161C22", panel="#1D252D", dark=True,
-        variables=_DARK_SERIES,
+        variables={**_DARK_SERIES, "border": "#8CC8EE", "border-blurred": "#46525E"},
     ),
     Theme(
         name="pdq-light", primary=BLUE, secondary="#33658A", warning="#8A5A00", error="#A63C00", success=BLUE,
         accent=BLUE, foreground="#1B2126", background="#FBFBF8", surface="#F3F3EE", panel="#E6E7E0", dark=False,
-        variables=_LIGHT_SERIES,
+        variables={**_LIGHT_SERIES, "border": BLUE, "border-blurred": "#A9B0B6"},
     ),
     Theme(
         name="pdq-contrast", primary="#7FD4FF", secondary="#7FD4FF", warning="#FFC83D", error="#FFA07A",
         success="#7FD4FF", accent="#FFFFFF", foreground="#FFFFFF", background="#000000", surface="#000000",
-        panel="#202020", dark=True, text_alpha=1.0, variables=_CONTRAST_SERIES,
+        panel="#202020", dark=True, text_alpha=1.0,
+        variables={**_CONTRAST_SERIES, "border": "#FFFFFF", "border-blurred": "#9A9A9A"},
     ),
 )  # fmt: skip
 

@@ -1,0 +1,62 @@
+"""The lines at the bottom: what is under way, and the newest of the event log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdq_tui.core.metrics import format_bytes
+from pdq_tui.host.view import SessionView
+from pdq_tui.tui.heading import Look
+from pdq_tui.tui.plot import Row
+from pdq_tui.tui.rows import apart, clip
+
+
+def task_rows(view: SessionView, width: int, look: Look) -> list[Row]:
+    """What is under way, with progress: loading, converting, packing, warming up."""
+    rows = []
+    for task in view.tasks:
+        bar = progress_bar(task.done, task.total, 20 if width >= 100 else 12, look)
+        amount = _amount(task.done, task.total, task.unit)
+        text = f" {look.foreign(task.task)}  {look.foreign(task.label)}"
+        tail = f"  {amount}  {task.seconds:.1f} s  esc cancels "
+        rows.append(apart([(text, "head")], [(f"  {bar}", "mark"), (tail, "dim")], width))
+    return rows
+
+
+def progress_bar(done: float, total: float | None, width: int, look: Look) -> str:
+    """A bar, empty where the total is not known."""
+    full, empty = ("#", ".") if look.plain else ("█", "░")
+    share = min(1.0, max(0.0, done / total)) if total and total > 0 and done == done else 0.0
+    return full * round(share * width) + empty * (width - round(share * width))
+
+
+def _amount(done: float, total: float | None, unit: str) -> str:
+    if unit.lower() in ("b", "bytes"):
+        ends = format_bytes(total) if total else ""
+        return f"{format_bytes(done)} of {ends}" if ends else format_bytes(done)
+    if total:
+        return f"{min(done / total, 9.99) * 100:3.0f} %"
+    return f"{done:.0f} {unit}".strip()
+
+
+def note_rows(view: SessionView, width: int, height: int, look: Look) -> list[Row]:
+    """Newest first; a warning and an error carry their mark."""
+    rows = []
+    for text in (view.run_text, view.journal_text):
+        if text:
+            rows.append(clip([(f" ! {look.foreign(text)}", "bad")], width))
+    for note in reversed(view.notes[-height:] if height > 0 else ()):
+        mark, role = {"warn": ("! ", "warn"), "error": (look.own("✗ "), "bad")}.get(note.level, ("", ""))
+        text = look.foreign(note.text)
+        if note.hint:
+            text += f" - {look.foreign(note.hint)}"
+        rows.append(clip([(f" {note.clock}  ", "dim"), (f"{mark}{text}", role)], width))
+    return rows[: max(height, 0)]
+
+
+def bottom_rows(
+    view: SessionView, width: int, height: int, look: Look, first: Sequence[Row] = ()
+) -> list[Row]:
+    """Tasks first, then the newest notes."""
+    rows = [*first, *task_rows(view, width, look)][:height]
+    return rows + note_rows(view, width, height - len(rows), look)
