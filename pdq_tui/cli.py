@@ -4,6 +4,7 @@ only when it is asked for, so that the app's first screen waits for nothing it d
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import io
 import sys
@@ -15,21 +16,10 @@ import typer.main
 from typer.core import TyperGroup
 
 from pdq_tui import __version__
+from pdq_tui.commands import COMMANDS
 from pdq_tui.commands.common import STATE, tell
-from pdq_tui.errors import PdqError
+from pdq_tui.errors import PdqError, UsageError
 
-#: Command → the module that has it as ``app``. The first is what runs when the first word is no command.
-COMMANDS: Final = {
-    "app": "app",
-    "run": "run",
-    "compare": "compare",
-    "report": "report",
-    "policies": "policies",
-    "snapshots": "snapshots",
-    "doctor": "doctor",
-    "where": "where",
-    "config": "settings",
-}
 _VALUED: Final = ("--config",)
 _PLAIN: Final = ("-v", "-vv", "-q", "--verbose", "--quiet")
 _ENDING: Final = ("--version", "-h", "--help", "--install-completion", "--show-completion")
@@ -49,7 +39,19 @@ def with_app(args: list[str]) -> list[str]:
         else:
             break
     at = min(at, len(args))
+    if at < len(args):
+        _mistyped(args[at])
     return [*args[:at], "app", *args[at:]]
+
+
+def _mistyped(word: str) -> None:
+    """Raises UsageError where a first word is nearly a command, and nothing of that name is here to be opened."""
+    near = difflib.get_close_matches(word, COMMANDS, 1, 0.75)
+    if near and "/" not in word and not Path(word).exists():
+        raise UsageError(
+            f"no command is called {word!r}",
+            f"did you mean `pdq-tui {near[0]}`? A hub model of that name is opened by `pdq-tui app {word}`",
+        )
 
 
 class Commands(TyperGroup):
@@ -70,8 +72,8 @@ class Commands(TyperGroup):
         return self.commands[cmd_name]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # While a shell completes the first word there is none yet.
-        return super().parse_args(ctx, args if ctx.resilient_parsing and not args else with_app(args))
+        # A shell that completes has no first word yet, or an unfinished one.
+        return super().parse_args(ctx, args if ctx.resilient_parsing else with_app(args))
 
     def _give_common_options(self, command: Any) -> None:
         """-v, -q and --config are understood after the command as well."""

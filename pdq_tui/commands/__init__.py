@@ -1,1 +1,16 @@
 """One module a command, imported when the command is asked for. stdout is data, stderr is words."""
+
+from typing import Final
+
+#: Command → the module that has it as ``app``. The first is what runs when the first word is no command.
+COMMANDS: Final = {
+    "app": "app",
+    "run": "run",
+    "compare": "compare",
+    "report": "report",
+    "policies": "policies",
+    "snapshots": "snapshots",
+    "doctor": "doctor",
+    "where": "where",
+    "config": "settings",
+}

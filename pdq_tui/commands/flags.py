@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -141,14 +140,16 @@ def load_of(
         revision=revision,
     )
     if model == DEMO:
-        load.source, load.cache_dir = str(demo.model_dir()), str(locations.demo_dir())
+        # Without a source it is fetched first.
+        load.source = str(demo.model_dir()) if demo.fetched() else None
+        load.cache_dir = str(locations.demo_dir())
         return load
     path = Path(model).expanduser()
     if path.exists():
         load.model = str(path.absolute())
     elif looks_like_path(model):
         raise UsageError(
-            f"no such directory: {path}",
+            f"no such directory: {model}",
             "MODEL is demo, a directory, a .gguf file, or a hub id such as org/name",
         )
     return load
@@ -162,13 +163,3 @@ def looks_like_path(word: str) -> bool:
         or word.endswith((".gguf", "/"))
         or ("/" in word and Path(word).parent.is_dir())
     )
-
-
-def near_command(word: str, commands: Sequence[str]) -> None:
-    """Raises UsageError where a first word is no model here but nearly a command."""
-    near = difflib.get_close_matches(word, commands, 1, 0.75)
-    if near and "/" not in word and not Path(word).exists() and word != DEMO:
-        raise UsageError(
-            f"no command is called {word!r}",
-            f"did you mean `pdq-tui {near[0]}`? A model of that name is opened with `pdq-tui app {word}`",
-        )

@@ -182,10 +182,10 @@ def chosen_policies(names: list[str] | None, s: Settings) -> list[Policy]:
 
 def fetch_demo(load: Load, printer: Printer) -> None:
     """The demo model's file, where it is what is meant. Ctrl-C ends it with exit code 130."""
-    if load.model != flags.DEMO or demo.fetched():
+    if load.model != flags.DEMO or load.source is not None:
         return
     try:
-        demo.fetch(printer.bytes)
+        load.source = str(demo.fetch(printer.bytes))
     except KeyboardInterrupt:
         raise PdqError("fetching the demo model was cancelled", exit_code=INTERRUPTED) from None
     finally:

@@ -1,0 +1,147 @@
+"""``app``, and what ``pdq-tui [MODEL]`` runs: the screen, up before the model is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from pdq_tui.commands import flags
+from pdq_tui.commands.common import runs_dir, say, settings
+from pdq_tui.errors import UsageError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(
+    help="Open the app on MODEL; what `pdq-tui [MODEL]` does. It starts to measure as soon as the model is loaded."
+)
+def app_(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="demo, a directory, a .gguf file, or a hub id. [demo]"),
+    ] = None,
+    a: Annotated[
+        str | None, typer.Option("--a", metavar="POLICY", help="Policy of arm A. [w8a8-prefill-int4-decode]")
+    ] = None,
+    b: Annotated[
+        str | None, typer.Option("--b", metavar="POLICY", help="Policy of arm B, the reference. [bf16]")
+    ] = None,
+    prompt_tokens: flags.In = None,
+    output_tokens: flags.Out = None,
+    batch: flags.Batch = None,
+    prompts: flags.PromptsFlag = None,
+    chat_template: flags.ChatTemplate = None,
+    beyond_positions: flags.Beyond = False,
+    seed: flags.Seed = None,
+    device: flags.Device = None,
+    gpu: flags.Gpu = None,
+    threads: flags.Threads = None,
+    weight_budget: flags.Budget = None,
+    trust_remote_code: flags.Trust = False,
+    revision: flags.Revision = None,
+    fps: Annotated[
+        str | None, typer.Option("--fps", metavar="auto|N", help="Most redraws, in frames a second. [auto]")
+    ] = None,
+    marker: Annotated[
+        str | None,
+        typer.Option(
+            "--marker", metavar="auto|braille|block|ascii", help="What charts are drawn with. [auto]"
+        ),
+    ] = None,
+    ascii_: Annotated[
+        bool, typer.Option("--ascii", help="Draw everything in ASCII. [found out from the terminal]")
+    ] = False,
+    theme: Annotated[
+        str | None,
+        typer.Option(
+            "--theme", metavar="NAME", help="pdq-dark, pdq-light, pdq-contrast, or one of Textual's. [auto]"
+        ),
+    ] = None,
+    no_mouse: Annotated[
+        bool, typer.Option("--no-mouse", help="Leave the mouse, and selecting text, to the terminal.")
+    ] = False,
+    readonly: Annotated[
+        bool,
+        typer.Option("--readonly", help="Load the model, but start no workload by itself."),
+    ] = False,
+    directory: flags.RunsDir = None,
+) -> None:
+    loaded = settings(
+        {
+            "policies.a": ("--a", a),
+            "policies.b": ("--b", b),
+            "workload.in": ("--in", prompt_tokens),
+            "workload.out": ("--out", output_tokens),
+            "workload.batch": ("--batch", batch),
+            "workload.prompts": ("--prompts", prompts),
+            "workload.chat_template": ("--chat-template", chat_template),
+            "workload.seed": ("--seed", seed),
+            "run.dir": ("--dir", directory),
+            "engine.device": ("--device", device),
+            "engine.gpu": ("--gpu", gpu),
+            "engine.threads": ("--threads", threads),
+            "engine.weight_budget": ("--weight-budget", weight_budget),
+            "screen.fps": ("--fps", fps),
+            "screen.marker": ("--marker", marker),
+            "screen.ascii": ("--ascii", ascii_ or None),
+            "screen.theme": ("--theme", theme),
+            "screen.mouse": ("--no-mouse", False if no_mouse else None),
+        }
+    )
+    s = loaded.settings
+    word = model or s.workload.model
+    need_terminal(word)
+    from pdq_tui.core.catalog import find_policy
+
+    policy_a, policy_b = find_policy(s.policies.a), find_policy(s.policies.b)
+    workload = flags.workload_of(s, beyond_positions=beyond_positions)
+    load = flags.load_of(s, word, trust_remote_code=trust_remote_code, revision=revision)
+
+    from pdq_tui.commands.logfile import log_to_file
+    from pdq_tui.host.live import LiveSession
+    from pdq_tui.host.runs import new_run
+    from pdq_tui.tui.app import Options, PdqApp
+
+    runs = runs_dir(loaded)
+    log_to_file()
+    options = Options(
+        runs_dir=runs,
+        load=load,
+        a=policy_a,
+        b=policy_b,
+        workload=workload,
+        fps=None if s.screen.fps == "auto" else float(s.screen.fps),
+        marker=s.screen.marker,
+        ascii=True if s.screen.ascii else None,
+        theme=None if s.screen.theme == "auto" else s.screen.theme,
+        readonly=readonly,
+        keys=dict(s.keys),
+    )
+    run = new_run(runs, sys.argv, seed=workload.seed)
+    session = LiveSession(run, min_effect=s.run.min_effect)
+    try:
+        code = PdqApp(session, options).run(mouse=s.screen.mouse)
+    finally:
+        session.close()
+    if session.journal.text:
+        say(f"{session.journal.text}", level=-1)
+    say(f"the run is kept in {run.place}")
+    raise typer.Exit(1 if code is None else code)
+
+
+def need_terminal(model: str) -> None:
+    """Raises UsageError, naming the headless command, where no screen can be drawn."""
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    if not all(stream is not None and stream.isatty() for stream in streams):
+        why = "there is no terminal here"
+    elif os.environ.get("TERM", "") in ("", "dumb", "unknown"):
+        why = f"this terminal cannot be drawn on (TERM={os.environ.get('TERM', '')})"
+    else:
+        return
+    raise UsageError(
+        f"{why}: the app cannot open; without a screen the same is measured by "
+        f"`pdq-tui run {model} --policy bf16 --policy w8a8-prefill-int4-decode`"
+    )
