@@ -52,9 +52,27 @@ def test_T04_every_metric_carries_its_formula() -> None:
 
 
 def test_the_ids_that_other_rooms_rely_on() -> None:
-    assert set(METRICS) >= set(
-        ["ttft_ms", "prefill_ms", "prefill_tokens_per_s", "prefill_mfu", "prefill_explained", "tpot_ms", "decode_step_ms", "itl_ms", "decode_tokens_per_s", "bytes_per_step", "bandwidth_gbps", "mbu", "decode_explained", "e2e_ms", "handoff_ms", "gap_ms", "prefill_peak_bytes", "decode_peak_bytes", "steady_bytes"]
-    )
+    assert set(METRICS) >= {
+        "ttft_ms",
+        "prefill_ms",
+        "prefill_tokens_per_s",
+        "prefill_mfu",
+        "prefill_explained",
+        "tpot_ms",
+        "decode_step_ms",
+        "itl_ms",
+        "decode_tokens_per_s",
+        "bytes_per_step",
+        "bandwidth_gbps",
+        "mbu",
+        "decode_explained",
+        "e2e_ms",
+        "handoff_ms",
+        "gap_ms",
+        "prefill_peak_bytes",
+        "decode_peak_bytes",
+        "steady_bytes",
+    }
 
 
 def test_decode_rate_counts_the_whole_batch(make_request: Any) -> None:

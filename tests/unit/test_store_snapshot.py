@@ -1,0 +1,382 @@
+"""Snapshots: whole or not at all, read back equal, found by a word, and read across versions."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from pdq_tui.core import protocol as p
+from pdq_tui.errors import PdqError, UsageError
+from pdq_tui.store import series, snapshot
+
+RUN = "20260102T030405Z-0f3a"
+
+
+@pytest.fixture
+def events(make_run: Any) -> list[Any]:
+    return list(make_run({"bf16": (100, 50), "int4": (180, 26)}, blocks=3).events())
+
+
+@pytest.fixture
+def save(tmp_path: Path, events: list[Any], meta: dict[str, Any]) -> Callable[..., Path]:
+    def one(arm: str = "bf16", run: str = RUN, **more: Any) -> Path:
+        return snapshot.save(
+            tmp_path / run, more.pop("events", events), arm, meta={**meta, "id": run}, **more
+        )
+
+    return one
+
+
+def strict(path: Path) -> Any:
+    def refuse(word: str) -> Any:
+        raise AssertionError(f"{word} in JSON")
+
+    return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+def test_a_snapshot_is_numbered_and_complete(save: Callable[..., Path]) -> None:
+    first, second = save("bf16"), save("int4", note="after tuning")
+    assert (first.name, second.name) == ("001", "002")
+    assert sorted(f.name for f in first.iterdir()) == [
+        "manifest.json",
+        "requests.parquet",
+        "sensors.parquet",
+        "tokens.parquet",
+    ]
+    manifest = strict(second / "manifest.json")
+    assert (manifest["schema"], manifest["kind"], manifest["name"]) == (1, "pdq-tui snapshot", "002")
+    assert (manifest["label"], manifest["reference"], manifest["note"]) == ("int4", "bf16", "after tuning")
+    assert manifest["arm"]["decode"]["tpot_ms"]["median"] == pytest.approx(26, rel=0.02)
+    assert {r["arm"] for r in manifest["ratios"]} == {"int4"}
+    for key in (
+        "tool",
+        "host",
+        "device",
+        "libraries",
+        "model",
+        "workload",
+        "noise_floor",
+        "warnings",
+        "conditions",
+    ):
+        assert key in manifest
+    assert manifest["conditions"]["threads"] == 2
+    assert not [f for f in first.parent.iterdir() if f.name.startswith(".")]
+
+
+def test_requests_come_back_as_they_were(save: Callable[..., Path], events: list[Any]) -> None:
+    odd = next(e for e in events if isinstance(e, p.Request) and e.arm == "int4" and e.block == 1)
+    odd.valid, odd.invalid_reason, odd.nonfinite = False, "NaN", p.NonFinite(stage="decode", step=3)
+    odd.text = "ein Satz mit Ümlaut, 漢字 und \N{SKULL}\nneue Zeile"
+    odd.stop_reasons = ["eos"]
+    s = snapshot.load(save("int4"))
+    assert s.requests == [e for e in events if isinstance(e, p.Request) and e.arm == "int4"]
+
+
+def test_one_row_a_decode_step(save: Callable[..., Path]) -> None:
+    s = snapshot.load(save())
+    assert s.tokens_table.height == sum(len(r.itl_ms) for r in s.requests)
+    assert s.tokens_table.filter(pl.col("row") == 0)["step"].to_list() == list(range(1, 9))
+    assert s.sensors_table["cpu_mhz"].unique().to_list() == [3700.0]
+    assert s.sensors_table["gpu"].null_count() == s.sensors_table.height
+
+
+def test_request_numbers_that_start_again_keep_their_tokens(
+    save: Callable[..., Path], events: list[Any]
+) -> None:
+    """A new engine process counts from 0 again."""
+    for e in events:
+        if isinstance(e, p.Request):
+            e.request %= 3
+    s = snapshot.load(save())
+    assert s.requests == [e for e in events if isinstance(e, p.Request) and e.arm == "bf16"]
+
+
+def test_only_what_was_measured_after_a_moment(save: Callable[..., Path], events: list[Any]) -> None:
+    moment = next(e.t_ns for e in events if isinstance(e, p.Request) and e.block == 2)
+    s = snapshot.load(save("bf16", since_ns=moment))
+    assert s.requests and all(r.t_ns >= moment for r in s.requests)
+
+
+def test_nothing_to_freeze_is_a_sentence(save: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(PdqError, match="nothing was measured of arm 'C'"):
+        save("C")
+    with pytest.raises(PdqError, match="no request yet"):
+        save("bf16", since_ns=2**62)
+    assert not (tmp_path / RUN).exists()
+
+
+def test_meta_is_read_from_the_run(tmp_path: Path, events: list[Any], meta: dict[str, Any]) -> None:
+    run = tmp_path / RUN
+    run.mkdir()
+    (run / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    assert snapshot.load(snapshot.save(run, events, "bf16")).part("host")["cpu"] == "Virtual CPU"
+    (run / "meta.json").write_text("{", encoding="utf-8")
+    assert snapshot.load(snapshot.save(run, events, "bf16")).run == RUN
+
+
+# -- finding -----------------------------------------------------------------------------------------------------------
+
+
+def test_found_by_name_prefix_last_and_path(save: Callable[..., Path], tmp_path: Path) -> None:
+    one, two = save("bf16"), save("int4")
+    other = save("bf16", run="20260203T000000Z-beef")
+    listed = snapshot.list_snapshots(tmp_path)
+    assert [s.id for s in listed] == [f"{RUN}/001", f"{RUN}/002", "20260203T000000Z-beef/001"]
+    assert (listed[1].arm, listed[1].policy, listed[1].model, listed[1].requests) == (
+        "int4",
+        "int4",
+        "demo",
+        6,
+    )
+    for word, path in {
+        f"{RUN}/002": two,
+        "0f3a/001": one,
+        "20260203": other,
+        "beef": other,
+        "@last": other,
+        str(two): two,
+        str(two / "manifest.json"): two,
+    }.items():
+        assert snapshot.resolve(word, tmp_path) == path, word
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("2026", "names 3 snapshots"),
+        ("nothing", "no snapshot is called"),
+        ("", "no snapshot is called"),
+        ("../..", "no"),
+    ],
+)
+def test_a_word_that_names_none_or_many(
+    save: Callable[..., Path], tmp_path: Path, word: str, message: str
+) -> None:
+    save("bf16"), save("int4"), save("bf16", run="20260203T000000Z-beef")
+    with pytest.raises(UsageError, match=message):
+        snapshot.resolve(word, tmp_path)
+
+
+def test_an_empty_store(tmp_path: Path) -> None:
+    assert snapshot.list_snapshots(tmp_path / "none") == []
+    with pytest.raises(UsageError, match="there is no snapshot"):
+        snapshot.resolve("@last", tmp_path)
+
+
+def test_removing_removes_that_one_alone(save: Callable[..., Path], tmp_path: Path) -> None:
+    one, two = save("bf16"), save("int4")
+    snapshot.remove(one)
+    assert not one.exists() and two.exists()
+    for path in (tmp_path, two.parent, one, two / "manifest.json"):
+        with pytest.raises(PdqError, match="not a snapshot"):
+            snapshot.remove(path)
+    link = two.parent / "009"
+    link.symlink_to(two)
+    with pytest.raises(PdqError, match="not a snapshot"):
+        snapshot.remove(link)
+    assert save("bf16").name == "010"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: (d / "manifest.json").write_text("{"),
+        lambda d: (d / "manifest.json").write_bytes(b"\xff\xfe\x00"),
+        lambda d: (d / "manifest.json").write_text("[]"),
+        lambda d: (d / "manifest.json").write_text('{"schema": 1}'),
+        lambda d: (d / "manifest.json").write_text('{"schema": "x", "arm": {}}'),
+        lambda d: (d / "manifest.json").unlink(),
+        lambda d: (d / "tokens.parquet").unlink(),
+    ],
+)
+def test_a_damaged_snapshot_is_listed_and_the_others_work(
+    save: Callable[..., Path], tmp_path: Path, damage: Callable[[Path], Any]
+) -> None:
+    bad, good = save("bf16"), save("int4")
+    damage(bad)
+    one, two = snapshot.list_snapshots(tmp_path)
+    assert one.id == f"{RUN}/001" and one.error and two.error is None
+    assert len(snapshot.load(good).requests) == 8
+
+
+def test_a_series_that_is_not_parquet_is_a_sentence(save: Callable[..., Path]) -> None:
+    path = save()
+    (path / "requests.parquet").write_bytes(b"PAR1 but not really")
+    with pytest.raises(PdqError, match=r"requests\.parquet cannot be read"):
+        _ = snapshot.load(path).requests
+
+
+# -- X01, X02, X04 -----------------------------------------------------------------------------------------------------
+
+
+def test_X01_a_manifest_is_strict_json_and_a_series_has_no_nan(
+    save: Callable[..., Path], events: list[Any]
+) -> None:
+    for e in events:
+        if isinstance(e, p.Request):
+            e.prefill_bound_ms = math.nan
+            e.decode_bound_ms = math.inf
+    path = save("bf16", note="broken \ud800 text")
+    manifest = strict(path / "manifest.json")
+    assert manifest["arm"]["prefill"]["explained"] is None and manifest["arm"]["prefill"]["explained_reason"]
+    table = snapshot.load(path).requests_table
+    assert table["prefill_bound_ms"].null_count() == table.height
+    assert table["ttft_ms"].mean() == pytest.approx(100, rel=0.02)
+
+
+def _rewrite(path: Path, file: str, change: Callable[[pl.DataFrame], pl.DataFrame]) -> None:
+    change(pl.read_parquet(path / file)).write_parquet(path / file)
+
+
+def _schema(value: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        body = json.loads((path / "manifest.json").read_text())
+        body.pop("schema")
+        if value is not None:
+            body["schema"] = value
+        (path / "manifest.json").write_text(json.dumps(body))
+
+    return change
+
+
+VARIANTS: dict[str, Callable[[Path], None]] = {
+    "as written": lambda d: None,
+    "column missing": lambda d: _rewrite(
+        d, "requests.parquet", lambda t: t.drop("gap_ms", "row", "host_start_ns")
+    ),
+    "column extra": lambda d: _rewrite(
+        d, "requests.parquet", lambda t: t.with_columns(pl.lit("x").alias("new"))
+    ),
+    "float to int": lambda d: _rewrite(
+        d, "requests.parquet", lambda t: t.with_columns(pl.col("ttft_ms", "gap_ms").round().cast(pl.Int64))
+    ),
+    "int to float": lambda d: _rewrite(
+        d, "requests.parquet", lambda t: t.with_columns(pl.col("kv_bytes", "prompt_tokens").cast(pl.Float64))
+    ),
+    "narrow int": lambda d: _rewrite(
+        d, "requests.parquet", lambda t: t.with_columns(pl.col("prompt_tokens", "block").cast(pl.Int16))
+    ),
+    "null type": lambda d: _rewrite(
+        d, "requests.parquet", lambda t: t.with_columns(pl.lit(None).alias("handoff_ms"))
+    ),
+    "renamed column": lambda d: _rewrite(
+        d, "requests.parquet", lambda t: t.rename({"gap_ms": "gap_milliseconds"})
+    ),
+    "tokens without row": lambda d: _rewrite(d, "tokens.parquet", lambda t: t.drop("row")),
+    "no schema": _schema(None),
+    "older schema": _schema(0),
+    "newer minor schema": _schema(1.4),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("other", ["as written", "column extra", "null type", "int to float"])
+def test_X02_versions_side_by_side_in_both_orders(
+    save: Callable[..., Path], tmp_path: Path, variant: str, other: str
+) -> None:
+    one, two = save("bf16"), save("int4")
+    VARIANTS[variant](one)
+    VARIANTS[other](two)
+    assert [s.error for s in snapshot.list_snapshots(tmp_path)] == [None, None]
+    a, b = snapshot.load(one), snapshot.load(two)
+    for pair in ((a, b), (b, a)):
+        both = series.together([s.requests_table for s in pair])
+        assert both.height == a.requests_table.height + b.requests_table.height
+        assert set(series.REQUESTS) <= set(both.columns)
+        assert both["e2e_ms"].null_count() == 0
+    for s in (a, b):
+        assert len(s.requests) == s.requests_table.height
+        assert all(r.prompt_tokens == 512 and len(r.itl_ms) == 8 for r in s.requests)
+    if variant == "column extra":
+        assert a.requests_table["new"].to_list() == ["x"] * a.requests_table.height
+    if variant in ("column missing", "renamed column"):
+        assert a.requests_table["gap_ms"].null_count() == a.requests_table.height
+        assert all(r.gap_ms is None for r in a.requests)
+    if variant == "renamed column":
+        assert a.requests_table["gap_milliseconds"].null_count() == 0
+    if variant == "null type":
+        assert a.requests_table.schema["handoff_ms"] == pl.Float64
+
+
+def test_X02_a_newer_major_version_is_listed_and_skipped(save: Callable[..., Path], tmp_path: Path) -> None:
+    new, good = save("bf16"), save("int4")
+    _schema(2)(new)
+    one, two = snapshot.list_snapshots(tmp_path)
+    assert one.error is not None and "made by a newer version" in one.error
+    assert two.error is None and len(snapshot.load(good).requests) == 8
+    with pytest.raises(PdqError, match="made by a newer version"):
+        snapshot.load(new)
+
+
+def test_X02_an_all_missing_column_keeps_its_type(save: Callable[..., Path], events: list[Any]) -> None:
+    for e in events:
+        if isinstance(e, p.Request):
+            e.gap_ms = None
+    raw = pl.read_parquet(save() / "requests.parquet")
+    assert raw.schema["gap_ms"] == pl.Float64 and raw.schema == pl.Schema(dict(series.REQUESTS))
+    empty = series.sensors_frame([])
+    assert empty.schema == pl.Schema(dict(series.SENSORS))
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """Every file of this process stops at 2,000 bytes: the kernel refuses the rest, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_X04_a_full_disk_leaves_nothing_half_done(
+    save: Callable[..., Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    before = save("bf16")
+    request.getfixturevalue("small_disk")
+    with pytest.raises(PdqError, match="cannot be written"):
+        save("int4")
+    assert sorted(f.name for f in before.parent.iterdir()) == ["001"]
+    assert [s.error for s in snapshot.list_snapshots(tmp_path)] == [None]
+
+
+def test_X04_the_same_results_can_be_saved_elsewhere(
+    save: Callable[..., Path], tmp_path: Path, events: list[Any]
+) -> None:
+    blocked = tmp_path / "a-file"
+    blocked.write_text("not a directory")
+    with pytest.raises(PdqError, match="cannot be written"):
+        snapshot.save(blocked, events, "bf16")
+    assert blocked.read_text() == "not a directory"
+    assert save("bf16").is_dir()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_X04_a_read_only_run_directory(tmp_path: Path, events: list[Any]) -> None:
+    run = tmp_path / RUN
+    run.mkdir(mode=0o555)
+    with pytest.raises(PdqError, match="no permission") as caught:
+        snapshot.save(run, events, "bf16")
+    assert caught.value.hint is not None
+    assert list(run.iterdir()) == []
+
+
+def test_two_savers_never_share_a_number(save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = save("bf16")
+    real, calls = snapshot._next_number, []
+
+    def late(folder: Path) -> int:
+        calls.append(1)
+        return 1 if len(calls) == 1 else real(folder)
+
+    monkeypatch.setattr(snapshot, "_next_number", late)
+    second = save("int4")
+    assert second.name == "002" and snapshot.load(first).label == "bf16"
+    assert strict(second / "manifest.json")["name"] == "002"
