@@ -1,0 +1,277 @@
+"""Requests in a row: the endless loop of the live view, and the blocks of a measurement.
+
+An arm is chosen at a request's start and never inside one. Every shape is warmed before it counts. What happens
+between two requests is kept small: the record is sent, the next arm is looked up, and the next request starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pdq_tui.core import protocol as p
+from pdq_tui.core.workload import Turn, block_turns
+from pdq_tui.engine.device import Device
+from pdq_tui.engine.prompts import Batch, Prepared
+from pdq_tui.engine.runner import Arm, Hooks, Limits, Peaks, first_use, run_request
+from pdq_tui.errors import UsageError
+
+
+@dataclass
+class Control:
+    """What the person wants, asked between requests, and ``stopped`` at every token."""
+
+    stopped: Callable[[], bool] = field(default=lambda: False)
+    selected: Callable[[], str | None] = field(default=lambda: None)
+    interleave: Callable[[], bool] = field(default=lambda: False)
+    #: Does what waits between requests (packing, a new workload); True where the loop has to give way.
+    between: Callable[[], bool] = field(default=lambda: False)
+
+
+class Bench:
+    """Arms, a workload, and the running numbers of requests and blocks, which never repeat within a process.
+
+    ``epoch`` rises with every change of an arm or of the workload: a block that saw one is given up, since its turns
+    would not compare the same things.
+    """
+
+    def __init__(self, device: Device, send: Callable[[p.Message], None]) -> None:
+        self.device = device
+        self.send = send
+        self.arms: dict[str, Arm] = {}
+        self.prepared: Prepared | None = None
+        self.eos: frozenset[int] = frozenset()
+        self.text: Callable[[Sequence[int]], str] | None = None
+        self.peaks: Peaks | None = None
+        self.epoch = 0
+        self.warmup_steps = 10
+        self._requests = 0
+        self._blocks = 0
+        self._last_end_ns: int | None = None
+        self._warm: set[tuple[str, str, int, int]] = set()
+        self._history: dict[tuple[str, int, int], list[float]] = {}
+
+    # -- what changes between requests -------------------------------------------------------------------------------
+
+    def set_arm(self, arm: Arm, *, packed_anew: bool) -> None:
+        """Put ``arm`` in place of the one with its label. Weights that were packed anew are warmed anew."""
+        self.arms[arm.label] = arm
+        self.epoch += 1
+        self._last_end_ns = None
+        if packed_anew:
+            self.forget_warm(arm.policy.digest)
+
+    def set_workload(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+        self.epoch += 1
+        self._last_end_ns = None
+
+    def forget_warm(self, digest: str) -> None:
+        self._warm = {key for key in self._warm if key[0] != digest}
+        self._history = {key: value for key, value in self._history.items() if key[0] != digest}
+
+    # -- one request -------------------------------------------------------------------------------------------------
+
+    def _batch(self, number: int) -> Batch:
+        if self.prepared is None:
+            raise UsageError("there is no workload yet")
+        return self.prepared.batches[number % len(self.prepared.batches)]
+
+    def _arm(self, label: str) -> Arm:
+        if label not in self.arms:
+            raise UsageError(f"arm {label} has no policy yet")
+        return self.arms[label]
+
+    def request(
+        self, label: str, prompt: int, kind: str, stopped: Callable[[], bool], turn: Turn | None = None
+    ) -> p.Request:
+        """Warm what is cold, run one request of the workload, send its record."""
+        arm, batch = self._arm(label), self._batch(prompt)
+        self._warm_up(arm, batch, stopped)
+        record = self._run(arm, batch, kind, stopped, turn)
+        key = (arm.policy.digest, batch.rows, batch.width)
+        history = self._history.setdefault(key, [])
+        if len(history) <= 1:
+            record.first_use = first_use(record, history)
+        if len(history) < 8 and record.prefill_ms is not None:
+            history.append(record.prefill_ms)
+        self.send(record)
+        return record
+
+    def _run(
+        self,
+        arm: Arm,
+        batch: Batch,
+        kind: str,
+        stopped: Callable[[], bool],
+        turn: Turn | None = None,
+        output_tokens: int | None = None,
+    ) -> p.Request:
+        assert self.prepared is not None
+        workload = self.prepared.workload
+        self._requests += 1
+        record = p.Request(
+            request=self._requests,
+            arm=arm.label,
+            policy=arm.policy.name,
+            policy_digest=arm.policy.digest,
+            kind=kind,
+            prompt=batch.number,
+            warmup=kind == "warmup",
+        )
+        if turn is not None:
+            record.block, record.slot, record.control = turn.block, turn.slot, turn.control
+        tokens = output_tokens or workload.output_tokens
+        limits = Limits(tokens, workload.stop == "natural" and kind != "warmup", self.eos)
+        number = self._requests
+
+        def sample(made: int, stage: str, itl_ms: float | None) -> None:
+            self.send(p.StageSample(request=number, arm=arm.label, stage=stage, tokens=made, itl_ms=itl_ms))
+
+        hooks = Hooks(cancelled=stopped, sample=sample, text=self.text, peaks=self.peaks)
+        run_request(self.device, arm, batch, self.prepared.capacity, limits, record, hooks)
+        if self._last_end_ns is not None:
+            record.gap_ms = (record.host_start_ns - self._last_end_ns) / 1e6
+        self._last_end_ns = record.host_end_ns
+        return record
+
+    def _warm_up(self, arm: Arm, batch: Batch, stopped: Callable[[], bool]) -> None:
+        """Both stages' real paths for this (stage, policy, shape), once; the record is sent and marked."""
+        assert self.prepared is not None
+        digest, tokens = arm.policy.digest, self.prepared.workload.output_tokens
+        prefill = (digest, "prefill", batch.rows, batch.width)
+        decode = (digest, "decode", batch.rows, self.prepared.capacity)
+        if prefill in self._warm and (decode in self._warm or tokens == 1):
+            return
+        steps = 1 if decode in self._warm else self.warmup_steps
+        record = self._run(arm, batch, "warmup", stopped, output_tokens=min(tokens, steps + 1))
+        record.first_use = True
+        if not record.cancelled:
+            self._warm |= {prefill, decode}
+            if record.prefill_ms is not None:
+                self._history[digest, batch.rows, batch.width] = [record.prefill_ms]
+        self.send(record)
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def loop(self, command: p.StartLoop, control: Control) -> None:
+        """Run without end; interleaved, all arms take turns in mirrored blocks with the first one as its own control."""
+        self._require([command.arm])
+        self.send(
+            p.RunStarted(kind="loop", arms=command.arms, interleave=command.interleave, seed=command.seed)
+        )
+        first, current = self._requests, command.arm
+        blocks, number = 0, 0
+        while not control.stopped() and not control.between() and not control.stopped():
+            ready = [label for label in command.arms if label in self.arms]
+            if control.interleave() and len(ready) > 1:
+                blocks += self._block(ready, command.seed, "loop", control, lambda: not control.interleave())
+                continue
+            wanted = control.selected() or current
+            if wanted != current and wanted in self.arms:
+                current = wanted
+                self.send(
+                    p.ArmSwitched(
+                        arm=current, policy=self.arms[current].policy.name, at_request=self._requests + 1
+                    )
+                )
+            self.request(current, number, "loop", control.stopped)
+            number += 1
+        self._ended("stopped", first, blocks)
+
+    def _block(
+        self,
+        arms: Sequence[str],
+        seed: int,
+        kind: str,
+        control: Control,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> int:
+        """One block over one prompt. Returns 1 where it was finished, 0 where it was broken off."""
+        number, epoch = self._blocks, self.epoch
+        self._blocks += 1
+        turns = block_turns(arms, number, seed)
+        # Warmed before the first turn, so that no turn of the block comes after a warm-up and another does not.
+        for label in arms:
+            self._warm_up(self._arm(label), self._batch(number), control.stopped)
+        for position, turn in enumerate(turns):
+            if position and (control.between() or self.epoch != epoch or given_up()):
+                return 0
+            if control.stopped():
+                return 0
+            self.request(turn.arm, number, kind, control.stopped, turn)
+        return 0 if control.stopped() else 1
+
+    # -- the measurement ---------------------------------------------------------------------------------------------
+
+    def blocks(
+        self,
+        command: p.RunBlocks,
+        control: Control,
+        solo: Callable[[str], None],
+        together: Callable[[], None],
+    ) -> None:
+        """A measurement to its end. ``solo(label)`` leaves only that arm's weights in memory, ``together()`` brings
+        all back. Ends when blocks and seconds are enough, when the budget would be overrun, or when stopped."""
+        self._require(command.arms)
+        started, first = self.device.host_ns(), self._requests
+        self.warmup_steps = max(self.warmup_steps, command.warmup_steps)
+        self.send(
+            p.RunStarted(
+                kind="blocks", arms=command.arms, interleave=True, seed=command.seed, blocks=command.blocks
+            )
+        )
+        if command.solo:
+            self._solo(command.arms, control, solo, together)
+        done, measured_s, longest_s, reason = 0, 0.0, 0.0, "done"
+        while done < command.blocks or measured_s < command.min_seconds:
+            if control.stopped():
+                reason = "stopped"
+                break
+            elapsed_s = (self.device.host_ns() - started) / 1e9
+            if command.budget_s is not None and done and elapsed_s + longest_s > command.budget_s:
+                reason = "budget"
+                break
+            self.send(
+                p.Progress(
+                    task="measure",
+                    label=f"block {done + 1} of {max(command.blocks, done + 1)}",
+                    done=done,
+                    total=max(command.blocks, done + 1),
+                    unit="blocks",
+                )
+            )
+            begin = self.device.host_ns()
+            finished = self._block(command.arms, command.seed, "blocks", control)
+            block_s = (self.device.host_ns() - begin) / 1e9
+            longest_s = max(longest_s, block_s)
+            measured_s += block_s * finished
+            done += finished
+        self._ended(reason, first, done)
+
+    def _solo(
+        self,
+        arms: Sequence[str],
+        control: Control,
+        solo: Callable[[str], None],
+        together: Callable[[], None],
+    ) -> None:
+        """Memory belongs to a policy only while no other is resident: one request of each arm alone."""
+        for number, label in enumerate(arms):
+            if control.stopped():
+                break
+            self.send(
+                p.Progress(task="measure", label=f"{label} alone, for memory", done=number, total=len(arms))
+            )
+            solo(label)
+            self.request(label, 0, "solo", control.stopped)
+        together()
+
+    def _require(self, labels: Sequence[str]) -> None:
+        for label in labels:
+            self._arm(label)
+        self._batch(0)
+
+    def _ended(self, reason: str, first: int, blocks: int) -> None:
+        self._last_end_ns = None
+        self.send(p.RunEnded(reason=reason, requests=self._requests - first, blocks=blocks))

@@ -1,0 +1,69 @@
+"""What the device or the allocator raised, as a message for a person: out of memory, device error, or our own fault."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+import torch
+
+from pdq_tui.core.protocol import Failure
+from pdq_tui.engine.device import Device
+
+_UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_WANTED = re.compile(r"tried to allocate ([\d.]+)\s*(bytes|[KMGT]iB)", re.IGNORECASE)
+#: How a failed allocation reads where it is a plain RuntimeError.
+_OOM = ("not enough memory", "can't allocate memory", "out of memory", "cannot allocate memory")
+_DEVICE = ("device-side assert", "cuda error", "cublas", "cudnn error", "illegal memory access")
+
+
+def wanted_bytes(text: str) -> int | None:
+    """The allocation that failed, from the allocator's words."""
+    found = _WANTED.search(text)
+    return int(float(found.group(1)) * _UNITS[found.group(2).lower()]) if found else None
+
+
+def kind_of(error: BaseException) -> str:
+    """oom, device or internal."""
+    text = str(error).lower()
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in text for word in _OOM):
+        return "oom"
+    if isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and any(word in text for word in _DEVICE)
+    ):
+        return "device"
+    return "internal"
+
+
+def failure(error: BaseException, stage: str | None, device: Device | None) -> Failure:
+    """The failure's message. Memory and device errors are fatal: after them the process is replaced, never reused,
+    since a caught one keeps tensors alive and a failed assertion poisons the device's context."""
+    kind = kind_of(error)
+    first = (str(error) or type(error).__name__).splitlines()[0]
+    detail = "".join(traceback.format_exception(error))[-8000:]
+    if kind == "oom":
+        return Failure(
+            kind=kind,
+            message=f"out of memory in {stage or 'the engine'}",
+            hint="take fewer or shorter prompts, a smaller policy, or one arm at a time",
+            stage=stage,
+            wanted_bytes=wanted_bytes(str(error)),
+            free_bytes=device.free_bytes() if device is not None else None,
+            fatal=True,
+            detail=detail,
+        )
+    if kind == "device":
+        return Failure(
+            kind=kind,
+            message=f"the device failed in {stage or 'the engine'}: {first}",
+            stage=stage,
+            fatal=True,
+            detail=detail,
+        )
+    return Failure(
+        kind=kind,
+        message=f"the engine failed in {stage or 'its own code'}: {type(error).__name__}: {first}",
+        stage=stage,
+        fatal=True,
+        detail=detail,
+    )

@@ -1,0 +1,211 @@
+"""What this device reaches when it does nothing else: the read peak, and the peak of a product in each dtype.
+
+Measured once for a device and a thread count, then kept in the cache. The read peak is the best of several probes over
+a buffer that no cache holds, since one probe alone is off by a fifth; its name travels with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from pdq_tui.core.protocol import DeviceInfo
+from pdq_tui.engine.cancel import check
+from pdq_tui.engine.device import Device
+from pdq_tui.engine.runner import Peaks
+
+#: Raise when a probe changes: cached figures of another version are measured again.
+PROBES_VERSION = 1
+#: How many sessions look, before the cache alone is asked.
+LOOKS = 3
+#: Each probe repeats at most this long, in seconds, and at most this often.
+PROBE_S = 0.12
+PROBE_TIMES = 8
+
+Run = Callable[[], object]
+#: Makes its operands, and returns what is to be timed.
+Probe = Callable[[], Run]
+
+Progress = Callable[[float, float | None, str], None]
+
+
+def peaks(
+    device: Device,
+    info: DeviceInfo,
+    cache: Path,
+    progress: Progress,
+    cancelled: Callable[[], bool],
+) -> Peaks:
+    """The device's peaks, from the cache or measured now (1 to 2 s). Raises Cancelled.
+
+    A peak is the best that was ever seen, and one look may fall into a busy second: the first sessions on a device
+    each look again, and the best is kept.
+    """
+    file = cache / "peaks" / f"{_key(info)}.json"
+    looks, known = _read(file)
+    if looks >= LOOKS:
+        return known
+    found = _best_of(known, measure(device, info, progress, cancelled))
+    # A cache that cannot be written costs a measurement next time, nothing else.
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f"{file.name}.{os.getpid()}.part")
+        stored = {"device": info.name, "looks": looks + 1, **asdict(found)}
+        part.write_text(json.dumps(stored), encoding="utf-8")
+        part.replace(file)
+    return found
+
+
+def _best_of(one: Peaks, other: Peaks) -> Peaks:
+    faster = one if (one.read_gbps or 0.0) > (other.read_gbps or 0.0) else other
+    dtypes = one.compute_tflops.keys() | other.compute_tflops.keys()
+    return Peaks(
+        faster.read_gbps,
+        faster.read_method,
+        {d: max(one.compute_tflops.get(d, 0.0), other.compute_tflops.get(d, 0.0)) for d in sorted(dtypes)},
+    )
+
+
+def _key(info: DeviceInfo) -> str:
+    parts = [PROBES_VERSION, info.kind, info.name, info.uuid, info.threads, info.isa, torch.__version__]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _read(file: Path) -> tuple[int, Peaks]:
+    """(how often this device was looked at, the best so far); a damaged file counts as no look."""
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        return int(stored["looks"]), Peaks(
+            float(stored["read_gbps"]),
+            str(stored["read_method"]),
+            {str(name): float(value) for name, value in stored["compute_tflops"].items()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0, Peaks()
+
+
+@torch.inference_mode()
+def measure(device: Device, info: DeviceInfo, progress: Progress, cancelled: Callable[[], bool]) -> Peaks:
+    """Try the probes one after the other. A dtype that this device has no product for is left out."""
+    best_gbps, method = None, ""
+    products = list(_products(device))
+    total = 4 + len(products)
+    done = 0
+    for name, bytes_read, probe in _reads(device, info):
+        check(cancelled)
+        progress(done, total, f"read peak: {name}")
+        done += 1
+        seconds = _best_seconds(device, probe, cancelled)
+        if seconds is not None and (best_gbps is None or bytes_read / seconds / 1e9 > best_gbps):
+            best_gbps, method = bytes_read / seconds / 1e9, name
+    tflops: dict[str, float] = {}
+    for dtype, flops, probe in products:
+        check(cancelled)
+        progress(done, total, f"compute peak: {dtype}")
+        done += 1
+        seconds = _best_seconds(device, probe, cancelled)
+        if seconds is not None:
+            tflops[dtype] = max(flops / seconds / 1e12, tflops.get(dtype, 0.0))
+    if device.torch_device.type == "cpu" and "fp32" in tflops:
+        # A CPU without instructions for a narrow type can widen it first: its limit is never below fp32's.
+        tflops = {dtype: max(value, tflops["fp32"]) for dtype, value in tflops.items()}
+    device.empty_cache()
+    return Peaks(best_gbps, method, tflops)
+
+
+def _best_seconds(device: Device, probe: Probe, cancelled: Callable[[], bool]) -> float | None:
+    """The shortest of a few runs; None where the device has no such operator, or no memory for it."""
+    try:
+        run = probe()
+        run()
+        device.synchronize()
+        spent, best = 0.0, None
+        for _ in range(PROBE_TIMES):
+            check(cancelled)
+            first = device.mark()
+            run()
+            second = device.mark()
+            device.synchronize()
+            seconds = device.elapsed_ms(first, second) / 1e3
+            best = seconds if best is None else min(best, seconds)
+            spent += seconds
+            if spent > PROBE_S:
+                break
+    except (RuntimeError, NotImplementedError):
+        return None
+    return best or None
+
+
+def _buffer_bytes(device: Device, info: DeviceInfo) -> int:
+    """Four times the last-level cache and at least 128 MiB (a GPU: 1 GiB), but a tenth of what is free at most."""
+    wanted = max(
+        4 * (info.last_level_cache_bytes or 32 << 20), (128 << 20) if info.kind == "cpu" else 1 << 30
+    )
+    free = device.free_bytes()
+    return min(wanted, free // 10) if free is not None else wanted
+
+
+def _reads(device: Device, info: DeviceInfo) -> Iterator[tuple[str, int, Probe]]:
+    """(name, bytes read by one run, probe): four ways to read one buffer."""
+    where = device.torch_device
+    columns = 2048
+    rows = max(16, _buffer_bytes(device, info) // (4 * columns))
+    size = rows * columns * 4
+    words = torch.ones(rows, columns, dtype=torch.float32, device=where)
+    vector = torch.ones(columns, dtype=torch.float32, device=where)
+
+    def row(dtype: torch.dtype) -> Run:
+        halves = words.view(dtype)
+        one = torch.ones(1, halves.shape[1], dtype=dtype, device=where)
+        return lambda: F.linear(one, halves)
+
+    yield "sum, fp32", size, lambda: words.sum
+    yield "matrix times vector, fp32", size, lambda: lambda: torch.mv(words, vector)
+    yield "linear of one row, fp16", size, lambda: row(torch.float16)
+    yield "linear of one row, bf16", size, lambda: row(torch.bfloat16)
+
+
+def _products(device: Device) -> Iterator[tuple[str, float, Probe]]:
+    """(dtype, FLOPs of one run, probe): a square product in each dtype."""
+    where = device.torch_device
+    n = 512 if where.type == "cpu" else 8192
+    flops = 2.0 * n**3
+
+    def dense(dtype: torch.dtype) -> Run:
+        a = torch.ones(n, n, dtype=dtype, device=where)
+        b = torch.ones(n, n, dtype=dtype, device=where)
+        return lambda: F.linear(a, b)
+
+    def int8() -> Run:
+        a = torch.ones(n, n, dtype=torch.int8, device=where)
+        b = torch.ones(n, n, dtype=torch.int8, device=where)
+        return lambda: torch._int_mm(a, b.t())
+
+    def fp8() -> Run:
+        a = torch.ones(n, n, device=where).to(torch.float8_e4m3fn)
+        b = torch.ones(n, n, device=where).to(torch.float8_e4m3fn)
+        one = torch.ones((), device=where)
+        return lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
+
+    def int8_fbgemm() -> Run:
+        a = torch.ones(n, n)
+        b = torch.quantize_per_tensor(torch.ones(n, n), 1.0, 0, torch.qint8)
+        packed = torch.ops.quantized.linear_prepack(b, None)
+        return lambda: torch.ops.quantized.linear_dynamic(a, packed)
+
+    yield "fp32", flops, lambda: dense(torch.float32)
+    yield "bf16", flops, lambda: dense(torch.bfloat16)
+    yield "fp16", flops, lambda: dense(torch.float16)
+    yield "int8", flops, int8
+    if where.type == "cpu":
+        yield "int8", flops, int8_fbgemm
+    if device.capability is not None and device.capability >= (8, 9):
+        yield "fp8", flops, fp8

@@ -1,0 +1,301 @@
+"""The engine's state and what each command does to it: model, staged weights, arms, workload, runs."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pdq_tui import locations
+from pdq_tui.core import prompts as prompt_sets
+from pdq_tui.core import protocol as p
+from pdq_tui.core.kernels import load_kernels
+from pdq_tui.core.policy import Policy
+from pdq_tui.engine import faults
+from pdq_tui.engine.bench import Bench, Control
+from pdq_tui.engine.cancel import Cancelled
+from pdq_tui.engine.channel import Inbox
+from pdq_tui.engine.device import Device, open_device
+from pdq_tui.engine.loader import LoadedModel, load_model
+from pdq_tui.engine.peaks import peaks
+from pdq_tui.engine.prompts import prepare
+from pdq_tui.engine.runner import Arm, RequestFailedError
+from pdq_tui.engine.staged import StagedModel
+from pdq_tui.errors import PdqError, UsageError
+
+#: Progress is sent at most this often, in seconds; each task's first and last are always sent.
+PROGRESS_EVERY_S = 0.1
+#: Row counts that a policy is checked for while there is no workload: one token, and a prompt.
+DEFAULT_ROWS = (1, 512)
+
+
+class Fatal(Exception):  # noqa: N818 - not an error of its own: the failure was already told
+    """After what just failed this process must not go on."""
+
+
+class Session:
+    """Handles one command at a time in the main thread; the inbox's flags reach into whatever is going on."""
+
+    def __init__(self, send: Callable[[p.Message], None], inbox: Inbox) -> None:
+        self.send = send
+        self.inbox = inbox
+        self.device: Device | None = None
+        self.model: LoadedModel | None = None
+        self.staged: StagedModel | None = None
+        self.bench: Bench | None = None
+        self.hard: dict[str, bool] = {}
+
+    def handle(self, number: int, command: Any) -> None:
+        """Carry out one command. Raises Fatal after a failure that this process cannot outlive."""
+        stage = type(command).__name__
+        try:
+            match command:
+                case p.Load():
+                    stage = "load"
+                    self._load(number, command)
+                case p.SetArm():
+                    stage = "pack"
+                    self._set_arm(number, command)
+                case p.SetWorkload():
+                    self._set_workload(number, command)
+                case p.StartLoop():
+                    self._run(number, lambda bench, control: bench.loop(command, control))
+                case p.RunBlocks():
+                    self._run_blocks(number, command)
+                case _:
+                    self.send(p.Note(level="warn", text=f"the engine has no use for {stage}"))
+        except RequestFailedError as failed:
+            self.send(failed.partial)
+            where = failed.stage if failed.stage == "prefill" else f"{failed.stage}, step {failed.step}"
+            self._fail(failed.__cause__ or failed, where)
+        except (
+            RuntimeError,
+            MemoryError,
+            ArithmeticError,
+            LookupError,
+            TypeError,
+            ValueError,
+            AssertionError,
+        ) as error:
+            self._fail(error, stage)
+
+    def _fail(self, error: BaseException, stage: str) -> None:
+        self.send(faults.failure(error, stage, self.device))
+        raise Fatal from error
+
+    # -- tasks -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _task(self, task: str, label: str) -> Iterator[None]:
+        """Sends TaskEnded whatever happens; passes on PdqError and Cancelled."""
+        begin = time.monotonic()
+
+        def ended(ok: bool, cancelled: bool = False, text: str = "") -> None:
+            seconds = time.monotonic() - begin
+            self.send(
+                p.TaskEnded(task=task, label=label, ok=ok, seconds=seconds, cancelled=cancelled, text=text)
+            )
+
+        try:
+            yield
+        except Cancelled:
+            ended(False, cancelled=True)
+            raise
+        except PdqError as error:
+            ended(False, text=error.message)
+            raise
+        ended(True)
+
+    def _progress(self, task: str, unit: str) -> Callable[[float, float | None, str], None]:
+        last = 0.0
+
+        def progress(done: float, total: float | None, label: str) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last >= PROGRESS_EVERY_S or done == total:
+                last = now
+                self.send(p.Progress(task=task, label=label, done=done, total=total, unit=unit))
+
+        return progress
+
+    def _load(self, number: int, command: p.Load) -> None:
+        def cancelled() -> bool:
+            return self.inbox.cancelled(number)
+
+        self.model = self.staged = self.bench = None
+        gc.collect()
+        try:
+            with self._task("load", command.model):
+                device = self.device = open_device(command.device, command.gpu, command.threads)
+                device.reset_peak()
+                model = load_model(command, device, self._progress("load", ""), cancelled)
+                info = device.info()
+                cache = Path(command.cache_dir) if command.cache_dir else locations.cache_dir()
+                found = peaks(device, info, cache, self._progress("load", "probes"), cancelled)
+                info.read_peak_gbps, info.read_peak_method = found.read_gbps, found.read_method
+                info.compute_peak_tflops = dict(found.compute_tflops)
+                peak = device.peak_bytes()
+                self.staged = StagedModel(
+                    model.skeleton,
+                    model.masters,
+                    device,
+                    budget_bytes=command.weight_budget_bytes,
+                    kernels=load_kernels(device.kind),
+                )
+        except Cancelled:
+            return
+        except PdqError as error:
+            self.send(p.Failure(kind="model", message=error.message, hint=error.hint, stage="load"))
+            return
+        bench = self.bench = Bench(device, self.send)
+        bench.eos, bench.peaks = model.eos, found
+        bench.text = lambda ids: str(model.tokenizer.decode(list(ids), skip_special_tokens=False))
+        self.model = model
+        # What was loaded stays: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        self.send(
+            p.ModelReady(
+                model=model.info,
+                device=info,
+                load_peak_bytes=peak,
+                load_peak_reason=None if peak is not None else "this device has no high-water mark",
+            )
+        )
+
+    def _set_arm(self, number: int, command: p.SetArm) -> None:
+        try:
+            self._pack(command.arm, command.policy, command.hard, lambda: self.inbox.cancelled(number))
+        except Cancelled:
+            self._refuse(command, "cancelled", None)
+        except PdqError as error:
+            self._refuse(command, error.message, error.hint)
+
+    def _refuse(self, command: p.SetArm, reason: str, hint: str | None) -> None:
+        self.send(p.ArmRefused(arm=command.arm, policy=command.policy.name, reason=reason, hint=hint))
+
+    def _pack(self, label: str, policy: Policy, hard: bool, cancelled: Callable[[], bool]) -> None:
+        """Make ``label`` follow ``policy`` and tell it. Raises PdqError, Cancelled."""
+        if self.staged is None or self.bench is None:
+            raise UsageError("no model is loaded")
+        begin = time.monotonic()
+        before = self.staged.session_resident_bytes
+        with self._task("pack", f"{label}: {policy.name}"):
+            ready = self.staged.apply(
+                policy,
+                rows=self._rows(),
+                hard=hard,
+                progress=self._progress("pack", "B"),
+                cancelled=cancelled,
+            )
+        resident = self.staged.session_resident_bytes == before
+        self.bench.set_arm(Arm(label, policy, ready), packed_anew=not resident)
+        self.hard[label] = hard
+        self.send(
+            p.ArmReady(
+                arm=label,
+                policy=policy,
+                weights=ready.weights,
+                coverage=dict(ready.coverage),
+                kv=ready.kv_info(),
+                fallbacks=list(ready.fallbacks),
+                warnings=list(ready.warnings),
+                seconds=time.monotonic() - begin,
+                resident=resident,
+            )
+        )
+
+    def _rows(self) -> tuple[int, ...]:
+        """Every row count that a linear layer will see: whole prompts, and one token a sequence."""
+        prepared = self.bench.prepared if self.bench is not None else None
+        if prepared is None:
+            return DEFAULT_ROWS
+        rows = {batch.rows for batch in prepared.batches}
+        return tuple(sorted(rows | {batch.rows * batch.width for batch in prepared.batches}))
+
+    def _set_workload(self, number: int, command: p.SetWorkload) -> None:
+        try:
+            if self.model is None or self.bench is None:
+                raise UsageError("no model is loaded")
+            before = self._rows()
+            prepared = prepare(command.workload, self.model.tokenizer, self.model.info, prompt_sets.built_in)
+        except PdqError as error:
+            self.send(p.WorkloadRefused(reason=error.message, hint=error.hint))
+            return
+        self.bench.set_workload(prepared)
+        self.send(
+            p.WorkloadReady(
+                workload=prepared.workload,
+                prompts=len(prepared.lengths),
+                lengths=prepared.lengths,
+                prompts_sha256=prepared.sha256,
+                chat_template_applied=prepared.chat_template_applied,
+                refused=prepared.refused,
+                notes=prepared.notes,
+            )
+        )
+        if self._rows() != before:
+            # Kernels are chosen by row count: the arms are checked again for the new ones.
+            for label, arm in list(self.bench.arms.items()):
+                self._set_arm(
+                    number, p.SetArm(arm=label, policy=arm.policy, hard=self.hard.get(label, False))
+                )
+
+    # -- runs --------------------------------------------------------------------------------------------------------
+
+    def _run(self, number: int, run: Callable[[Bench, Control], None]) -> None:
+        try:
+            if self.bench is None:
+                raise UsageError("no model is loaded")
+            run(
+                self.bench,
+                Control(
+                    stopped=lambda: self.inbox.stopped(number),
+                    selected=lambda: self.inbox.selected,
+                    interleave=lambda: bool(self.inbox.interleave),
+                    between=self._between,
+                ),
+            )
+        except PdqError as error:
+            self.send(p.Failure(kind="usage", message=error.message, hint=error.hint))
+            self.send(p.RunEnded(reason="failed", requests=0))
+
+    def _between(self) -> bool:
+        """Carry out the arms and workloads that wait; True where something else waits, which ends the loop."""
+        while (waiting := self.inbox.peek()) is not None:
+            if not isinstance(waiting, (p.SetArm, p.SetWorkload)):
+                return True
+            taken = self.inbox.next()
+            if taken is None:
+                return True
+            self.handle(*taken)
+        return False
+
+    def _run_blocks(self, number: int, command: p.RunBlocks) -> None:
+        def repack(labels: list[str]) -> None:
+            assert self.bench is not None
+            for label in labels:
+                policy = self.bench.arms[label].policy
+                self._pack(label, policy, self.hard.get(label, False), lambda: self.inbox.stopped(number))
+
+        def solo(label: str) -> None:
+            assert self.bench is not None and self.staged is not None
+            kept = self.bench.arms[label].staged
+            self.staged.release([kept])
+            for other, arm in self.bench.arms.items():
+                if other != label:
+                    self.bench.forget_warm(arm.policy.digest)
+            repack([label])
+
+        def run(bench: Bench, control: Control) -> None:
+            # In a measurement nothing is changed on the way.
+            fixed = Control(stopped=control.stopped)
+            try:
+                bench.blocks(command, fixed, solo, lambda: repack(list(bench.arms)))
+            except Cancelled:
+                self.send(p.RunEnded(reason="stopped", requests=0))
+
+        self._run(number, run)
