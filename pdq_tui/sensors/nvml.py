@@ -25,11 +25,14 @@ REASONS: Final = {
     3: "not supported",
     4: "no permission",
     6: "not found",
+    9: "the driver is not loaded",
     10: "NVML timed out",
+    12: "no driver library",
     13: "the driver is too old for this query",
     15: "GPU is lost",
     16: "the GPU needs a reset",
     17: "blocked by the operating system",
+    18: "library and driver are of different versions",
     25: "the driver is too old for this query",
     999: "NVML error 999",
 }
@@ -173,7 +176,7 @@ def _open(index: int) -> list[Device]:
     name = _identify(where, "nvmlDeviceGetName", handle.value, "name", missing)
     uuid = _identify(where, "nvmlDeviceGetUUID", handle.value, "uuid", missing)
     pci = _identify(where, "nvmlDeviceGetPciInfo", handle.value, "bus_id", missing)
-    bus_id = pci.busId.decode("ascii", "replace") if pci is not None else None
+    bus_id = str(pci.busId) if pci is not None else None
     # GPUs without MIG answer "not supported": that is no gap in what is known.
     mode = ask(where, "nvmlDeviceGetMigMode", handle.value)
     mig_mode = mode.code == 0 and mode.value[0] == 1

@@ -53,13 +53,15 @@ class Poll:
 
 
 class Lane:
-    """Polls in turn, in one thread; ``interval`` in seconds by poll."""
+    """Asks its polls in turn, each at its interval, in one thread that is replaced when a query hangs."""
 
     def __init__(self, sampler: Sampler, name: str, polls: Sequence[Poll]) -> None:
         self._sampler = sampler
         self._name = name
         self._polls = list(polls)
         self._current: Poll | None = None
+        # Held while a query is found to hang and while one is found to have ended, so that it cannot be both.
+        self._handover = threading.Lock()
         self._start()
 
     def _start(self) -> None:
@@ -68,20 +70,20 @@ class Lane:
 
     def _loop(self) -> None:
         me = threading.current_thread()
-        while True:
+        while self._thread is me:
             for poll in list(self._polls):
-                if self._thread is not me:
-                    break
                 now = time.monotonic()
                 if poll.reading is None or now - poll.asked_at >= self._sampler.interval(poll):
                     self._current = poll
                     poll.run()
-                    if poll.detached:
-                        self._alone(poll)
-            if self._thread is not me:
-                return
-            self._current = None
-            time.sleep(self._sampler.tick())
+                    with self._handover:
+                        if poll.detached:
+                            break
+                        self._current = None
+            else:
+                time.sleep(self._sampler.tick())
+                continue
+            self._alone(poll)
 
     def _alone(self, poll: Poll) -> None:
         """This thread's lane has gone on without it; from now on it serves ``poll`` only, and unhurriedly."""
@@ -90,12 +92,13 @@ class Lane:
             poll.run()
 
     def watchdog(self, now: float) -> None:
-        poll = self._current
-        if poll is not None and poll.running and not poll.detached and now - poll.asked_at > HUNG_S:
-            poll.detached = True
-            self._polls.remove(poll)
-            self._current = None
-            self._start()
+        with self._handover:
+            poll = self._current
+            if poll is not None and poll.running and now - poll.asked_at > HUNG_S:
+                poll.detached = True
+                self._polls = [other for other in self._polls if other is not poll]
+                self._current = None
+                self._start()
 
 
 class Sampler:

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from typing import Any, Final
 
 import psutil
@@ -83,8 +84,16 @@ def _same(a: SensorState | None, b: SensorState) -> bool:
     )
 
 
+def _die(args: threading.ExceptHookArgs) -> None:
+    """A thread that failed by a mistake of ours must not leave its fields quietly stale: end, and be replaced."""
+    traceback.print_exception(args.exc_type, args.exc_value, args.exc_traceback)
+    sys.stderr.flush()
+    os._exit(1)
+
+
 def main() -> None:
     parent = os.getppid()
+    threading.excepthook = _die
     channel = Channel(claim_stdout(), "sensors")
     die_with_parent(parent)
     hello: Message = Hello(
