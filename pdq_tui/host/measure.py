@@ -88,7 +88,8 @@ def measure(
 
     Call it from the main thread, where Ctrl-C arrives: the first ends the measurement at the next token and keeps
     the results, the second ends at once. ``on_event`` is called in this thread. ``hard``: any fallback is an error.
-    Raises MeasureError with the exit code of the command, with what was measured until then.
+    Raises MeasureError with the exit code of the command (an engine that cannot even start: 4), and with what was
+    measured until then.
     """
     if not policies:
         raise PdqError("no policy to measure", exit_code=USAGE)
@@ -155,6 +156,7 @@ class _Driver:
     silent_s: float
     interrupted: bool = False
     events: list[Any] = field(default_factory=list)
+    hello: bool = False
     presses: int = 0
     _presses_seen: int = 0
     _failed_task: tuple[float, str] | None = None
@@ -165,7 +167,8 @@ class _Driver:
         plan = self.plan
         arms = labels(plan.policies)
         try:
-            self._until(p.Hello, lambda e: e.role == "engine")
+            self._until(p.Hello, lambda e: bool(e.role == "engine"))
+            self.hello = True
             self.supervisor.send(plan.load)
             self._until(p.ModelReady)
             for arm, policy in zip(arms, plan.policies, strict=True):
@@ -190,7 +193,7 @@ class _Driver:
         except _InterruptedEarlyError:
             return "stopped"
         if ended.reason == "failed":
-            raise PdqError("the measurement failed", "see the run's stderr.log")
+            raise PdqError("the measurement failed", self._log_hint("-"))
         return str(ended.reason)
 
     def _until(self, kind: type, accept: Callable[[Any], bool] = lambda e: True) -> Any:
@@ -249,7 +252,7 @@ class _Driver:
             case p.WorkerExited(role="engine"):
                 if self.interrupted:
                     raise _InterruptedEarlyError
-                raise PdqError(e.text, "see the run's stderr.log" if e.tail else None)
+                raise PdqError(e.text, self._log_hint(e.tail), FAILED if self.hello else UNFIT)
             case p.ArmRefused():
                 raise PdqError(f"policy {e.policy} refused: {e.reason}", e.hint)
             case p.WorkloadRefused():
@@ -257,6 +260,10 @@ class _Driver:
             case p.TaskEnded(ok=False, task="load" | "convert"):
                 # The Failure that says why comes with it; alone, it has to do.
                 self._failed_task = (time.monotonic() + 2.0, e.text or f"{e.task} {e.label} failed")
+
+    def _log_hint(self, tail: str) -> str | None:
+        run = self.supervisor.run
+        return f"what it printed is in {run.path / 'stderr.log'}" if tail and not run.in_memory else None
 
     def _check_fallbacks(self, ready: p.ArmReady) -> None:
         if self.plan.hard and ready.fallbacks:

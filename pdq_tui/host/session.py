@@ -147,6 +147,11 @@ class Session:
             case p.TaskEnded():
                 self._tasks.pop(e.task, None)
             case p.ModelReady():
+                if self._model is not None and (self._model.id, self._model.dtype) != (
+                    e.model.id,
+                    e.model.dtype,
+                ):
+                    self._forget()
                 self._model, self._device, self._loaded = e.model, e.device, True
                 for task in LOADING:
                     self._tasks.pop(task, None)

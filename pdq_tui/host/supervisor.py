@@ -45,8 +45,9 @@ from pdq_tui.host.process import Worker
 from pdq_tui.host.runs import Run, leftovers
 from pdq_tui.host.sentences import failure_sentence
 
-ENGINE_ARGV: Final = (sys.executable, "-m", "pdq_tui.engine.worker")
-SENSORS_ARGV: Final = (sys.executable, "-m", "pdq_tui.sensors.worker")
+#: -P: a file named torch.py where the person happens to stand is not the library.
+ENGINE_ARGV: Final = (sys.executable, "-P", "-m", "pdq_tui.engine.worker")
+SENSORS_ARGV: Final = (sys.executable, "-P", "-m", "pdq_tui.sensors.worker")
 TICK_S: Final = 0.25
 PING_S: Final = 1.0
 #: Crashes in a row, each soon after its start, after which the engine is not started again by itself.

@@ -1,4 +1,7 @@
-"""A parent to kill: starts a supervisor with the fake workers, prints the engine's and the sensors' pids, and waits."""
+"""A parent to kill: starts a supervisor, prints the engine's and the sensors' pids, and waits.
+
+Arguments: where runs go, and a model for the real workers; without a model the fakes are taken.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,13 @@ from pdq_tui.host.supervisor import Supervisor
 
 def main() -> None:
     run = new_run(Path(sys.argv[1]))
-    supervisor = Supervisor(run, lambda event: None, engine_argv=ENGINE, sensors_argv=SENSORS)
+    model = sys.argv[2] if len(sys.argv) > 2 else None
+    fakes = {} if model else {"engine_argv": ENGINE, "sensors_argv": SENSORS}
+    supervisor = Supervisor(run, lambda event: None, **fakes)
     supervisor.start()
     while len(supervisor.worker_pids) < 2:
         time.sleep(0.01)
-    supervisor.send(Load(model="demo"))
+    supervisor.send(Load(model=model or "demo"))
     time.sleep(0.3)
     print(supervisor.worker_pids["engine"], supervisor.worker_pids["sensors"], flush=True)
     with contextlib.suppress(KeyboardInterrupt):

@@ -76,8 +76,8 @@ def test_a_budget_ends_it(go: Callable[..., MeasureResult]) -> None:
         ("oom@4", {"workload": Workload(batch=2)}, "out of memory in decode", 1),
         ("kill@4", {}, "killed, probably out of memory", 1),
         ("segv@4", {}, "crashed (SIGSEGV)", 1),
-        ("exit_at_start", {}, "no libtorch here", 1),
-        ("wrong_version", {}, "another version", 1),
+        ("exit_at_start", {}, "no libtorch here", 4),
+        ("wrong_version", {}, "another version", 4),
         ("hang@4", {"silent_s": 1.5}, "stopped answering", 1),
     ],
 )
