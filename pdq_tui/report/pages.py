@@ -51,6 +51,8 @@ def judgement_text(row: Row) -> str:
 def percent_text(value: float | None) -> str:
     if value is None:
         return "–"
+    if abs(value) < 0.05:
+        return "0.0 %"
     return f"{value:+.0f} %" if abs(value) >= 1000 else f"{value:+.1f} %"
 
 

@@ -184,9 +184,9 @@ def _rows(
         group: ", ".join(c.what for c in checks if c.status == DIFFERS and group in c.invalidates)
         for group in (SPEED, MEMORY)
     }
-    invalid = next((s.id for s in (a, b) if s.arm.get("valid") is False), None)
+    invalid = next((s for s in (a, b) if s.arm.get("valid") is False), None)
     if invalid is not None:
-        spoiled[SPEED] = f"{invalid} is invalid"
+        spoiled[SPEED] = f"{invalid.id}: {invalid.arm.get('valid_reason') or 'invalid'}"
     elif any(s.part("conditions").get("eager_launch_bound") for s in (a, b)):
         spoiled[SPEED] = spoiled[SPEED] or "eager: launch-bound"
     stats = [arm_stats(s.requests, s.device, s.model) for s in (a, b)]

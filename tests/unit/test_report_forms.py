@@ -1,0 +1,210 @@
+"""Reports: golden pages, strict machine forms, files whole or not at all in any locale."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from pdq_tui.core.analysis import run_document
+from pdq_tui.errors import PdqError, UsageError
+from pdq_tui.report.pages import HOLDS
+from pdq_tui.report.tables import FORMATS, render
+from pdq_tui.report.write import REPORTERS, write
+from pdq_tui.store import snapshot
+from pdq_tui.store.compare import Comparison, compare
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def document(make_run: Any, meta: dict[str, Any]) -> dict[str, Any]:
+    return run_document(meta, make_run({"bf16": (100, 50), "int4": (180, 26)}).events())
+
+
+def _comparison(tmp_path: Path, make_run: Any, meta: dict[str, Any], speed: dict[str, Any]) -> Comparison:
+    events = make_run(speed).events()
+    paths = [snapshot.save(tmp_path / meta["id"], events, arm, meta=meta) for arm in speed]
+    return compare([snapshot.load(path) for path in paths])
+
+
+@pytest.fixture
+def comparison(tmp_path: Path, make_run: Any, meta: dict[str, Any]) -> Comparison:
+    return _comparison(tmp_path, make_run, meta, {"bf16": (100, 50), "int4": (180, 26)})
+
+
+@pytest.fixture
+def three(tmp_path: Path, make_run: Any, meta: dict[str, Any]) -> Comparison:
+    return _comparison(tmp_path, make_run, meta, {"bf16": (100, 50), "int8": (100, 50.1), "int4": (180, 26)})
+
+
+def golden(name: str, text: str) -> None:
+    """Equal to the stored file. PDQ_UPDATE_GOLDEN=1 writes it anew: look at the difference before it is committed."""
+    path = GOLDEN / name
+    if os.environ.get("PDQ_UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+def test_golden_comparison(comparison: Comparison) -> None:
+    golden("compare.txt", render(comparison, "table"))
+    golden("compare.md", render(comparison, "md"))
+    golden("compare.csv", render(comparison, "csv"))
+
+
+def test_golden_three_arms_differences_only(three: Comparison) -> None:
+    golden("compare_three_diff_only.txt", render(three, "table", diff_only=True))
+
+
+def test_golden_run(document: dict[str, Any]) -> None:
+    golden("run.txt", render(document, "table"))
+    golden("run.md", render(document, "md"))
+    golden("run.csv", render(document, "csv"))
+
+
+def test_markdown_holds_what_a_reader_needs(comparison: Comparison) -> None:
+    text = render(comparison, "md")
+    for words in (
+        "## int4 against bf16",
+        "(better)",
+        "▼ better",
+        "paired blocks (12)",
+        "torch 2.13.0",
+        "Virtual CPU",
+    ):
+        assert words in text
+    assert HOLDS.rstrip(".") in text
+    for formula in ("(t\\_last − t\\_first) / (N − 1)", "real prompt tokens / prefill time"):
+        assert formula in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in tables)
+
+
+def test_differences_only_says_what_it_hides(comparison: Comparison) -> None:
+    full, short = render(comparison), render(comparison, diff_only=True)
+    assert "12 rows without a difference are not shown" in short and "not shown" not in full
+    assert "MBU" in full and "MBU" not in short and "TPOT" in short
+
+
+def test_texts_of_others_cannot_break_a_table(document: dict[str, Any]) -> None:
+    document["warnings"].append("a | b\n| <script> *x* [y](z) \x1b[31m`\\ \ud800")
+    document["arms"][0]["policy"] = "x|y\nz"
+    text = render(document, "md")
+    assert "<script>" not in text and "x\\|y z" in text and "\x1b" not in text
+    assert "\x1b" not in render(document)
+
+
+def test_ascii_only(comparison: Comparison) -> None:
+    for form in ("table", "md"):
+        text = render(comparison, form, ascii_only=True)
+        assert text.isascii() and "better" in text and "+-" in text
+
+
+@pytest.mark.parametrize("kind", ["document", "comparison"])
+def test_X01_machine_forms_are_strict(kind: str, request: pytest.FixtureRequest) -> None:
+    source = request.getfixturevalue(kind)
+
+    def refuse(word: str) -> Any:
+        raise AssertionError(f"{word} in JSON")
+
+    body = json.loads(render(source, "json"), parse_constant=refuse)
+    assert body["schema"] == 1
+    text = render(source, "csv")
+    assert "nan" not in text.lower() and "None" not in text
+    parsed = list(csv.DictReader(io.StringIO(text)))
+    assert len(parsed) >= 18
+    for row in parsed:
+        value = row.get("value", row.get("candidate_value"))
+        assert value or row["reason"] or row["metric"] in ("extra_bytes",), row
+
+
+def test_X01_a_comparisons_nulls_have_reasons(comparison: Comparison) -> None:
+    body = json.loads(render(comparison, "json"))
+    for row in body["rows"]:
+        for key in ("delta", "percent", "ci95"):
+            assert row[key] is not None or row[f"{key}_reason"]
+        for side in ("reference", "value"):
+            assert row[side]["median"] is not None or row[side]["median_reason"]
+
+
+def test_an_unknown_format_is_named(document: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'pdf' is not a format") as caught:
+        render(document, "pdf")
+    assert all(f in str(caught.value) for f in FORMATS)
+    with pytest.raises(UsageError, match="pdf, xml is not a format"):
+        write(document, ["md", "pdf", "xml"], tmp_path / "r")
+    with pytest.raises(UsageError, match="nothing is not a format"):
+        write(document, [], tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["document", "comparison"])
+def test_all_files_are_written(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    source = request.getfixturevalue(kind)
+    paths = write(source, list(REPORTERS), tmp_path / "deep" / "out")
+    assert [f.name for f in paths] == ["report.md", "report.json", "report.csv", "report.parquet"]
+    assert sorted(f.name for f in paths[0].parent.iterdir()) == sorted(f.name for f in paths)
+    table = pl.read_parquet(paths[3])
+    assert table.height == len(list(csv.DictReader(io.StringIO(paths[2].read_text(encoding="utf-8")))))
+    assert pl.Null not in table.dtypes
+    assert paths[0].read_text(encoding="utf-8") == render(source, "md")
+
+
+def test_existing_files_are_kept_unless_forced(document: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "report.csv").write_text("mine")
+    with pytest.raises(PdqError, match=r"report\.csv already there") as caught:
+        write(document, ["md", "csv"], tmp_path)
+    assert "--force" in str(caught.value.hint)
+    assert not (tmp_path / "report.md").exists()
+    assert (tmp_path / "report.csv").read_text() == "mine"
+    write(document, ["md", "csv"], tmp_path, force=True)
+    assert (tmp_path / "report.csv").read_text().startswith("run,arm,")
+
+
+@pytest.mark.parametrize("form", list(REPORTERS))
+def test_X04_every_exporter_on_a_full_device(form: str, document: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / f"report.{form}").symlink_to("/dev/full")
+    with pytest.raises(PdqError, match="No space left on device"):
+        write(document, [form], tmp_path, force=True)
+    assert [f.name for f in tmp_path.iterdir()] == [f"report.{form}"]
+    assert Path("/dev/full").is_char_device()
+
+
+def test_X04_a_place_that_cannot_be_made(document: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(PdqError, match="cannot be written"):
+        write(document, ["md"], tmp_path / "file" / "below")
+    (tmp_path / "report.md").mkdir()
+    with pytest.raises(PdqError, match="is a directory"):
+        write(document, ["md"], tmp_path, force=True)
+
+
+def test_files_are_utf8_in_an_ascii_locale(comparison: Comparison, tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom pdq_tui.report.write import write\n"
+        "from pdq_tui.store.compare import compare\nfrom pdq_tui.store.snapshot import load\n"
+        "write(compare([load(Path(a)) for a in sys.argv[2:]]), ['md', 'csv', 'json'], Path(sys.argv[1]))\n"
+    )
+    ids = [comparison.reference.id, comparison.candidates[0].id]
+    paths = [str(snapshot.resolve(i, tmp_path)) for i in ids]
+    env = {
+        **os.environ,
+        "LC_ALL": "POSIX",
+        "LANG": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONIOENCODING": "ascii",
+        "PYTHONCOERCECLOCALE": "0",
+    }
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "out"), *paths], env=env, check=True)
+    assert (tmp_path / "out" / "report.md").read_bytes() == render(comparison, "md").encode("utf-8")

@@ -1,0 +1,253 @@
+"""Comparisons: paired where both ran interleaved, careful where not, and honest about the set-up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdq_tui.core import protocol as p
+from pdq_tui.core.workload import Workload
+from pdq_tui.errors import PdqError
+from pdq_tui.store import snapshot
+from pdq_tui.store.compare import Comparison, Row, compare
+from pdq_tui.store.snapshot import Snapshot
+
+
+@pytest.fixture
+def snap(tmp_path: Path, make_run: Any, meta: dict[str, Any]) -> Callable[..., list[Snapshot]]:
+    """Snapshots of all arms of one virtual run; ``edit`` changes a manifest before it is read."""
+
+    def make(
+        speed: dict[str, tuple[float, float]],
+        run: str = "20260102T030405Z-0f3a",
+        edit: Callable[[dict[str, Any]], None] | None = None,
+        change: Callable[[Any], None] | None = None,
+        **more: Any,
+    ) -> list[Snapshot]:
+        events = make_run(speed, **more).events()
+        for e in events:
+            if change:
+                change(e)
+        found = []
+        for arm in speed:
+            path = snapshot.save(tmp_path / run, events, arm, meta={**meta, "id": run})
+            if edit:
+                body = json.loads((path / "manifest.json").read_text())
+                edit(body)
+                (path / "manifest.json").write_text(json.dumps(body))
+            found.append(snapshot.load(path))
+        return found
+
+    return make
+
+
+def rows(c: Comparison) -> dict[str, Row]:
+    return {r.metric: r for r in c.rows_of(c.candidates[0].id)}
+
+
+def differing(c: Comparison) -> dict[str, tuple[str, ...]]:
+    return {k.what: k.invalidates for k in c.setup if k.status == "differs"}
+
+
+SPEED = {"bf16": (100.0, 50.0), "int4": (180.0, 26.0)}
+
+
+def test_arms_of_one_run_are_compared_by_their_blocks(snap: Any) -> None:
+    c = compare(snap(SPEED))
+    assert differing(c) == {}
+    r = rows(c)
+    assert r["e2e_ms"].method == "paired blocks" and r["e2e_ms"].blocks == 12
+    assert (r["ttft_ms"].judgement, r["tpot_ms"].judgement, r["e2e_ms"].judgement) == (
+        "worse",
+        "better",
+        "better",
+    )
+    assert r["tpot_ms"].percent == pytest.approx(-48, abs=0.5)
+    assert r["tpot_ms"].delta == pytest.approx(-24, abs=0.2)
+    ci = r["tpot_ms"].ci95
+    assert ci is not None and ci[0] < r["tpot_ms"].percent < ci[1]
+    assert r["decode_tokens_per_s"].judgement == "better"
+    assert r["stored_bytes"].judgement == "same" and r["stored_bytes"].method == "exact"
+    assert r["mbu"].judgement == ""
+
+
+def test_the_reference_can_be_either(snap: Any) -> None:
+    one, two = snap(SPEED)
+    there, back = rows(compare([one, two])), rows(compare([two, one]))
+    assert back["tpot_ms"].judgement == "worse" and there["tpot_ms"].judgement == "better"
+    assert (1 + there["tpot_ms"].percent / 100) * (1 + back["tpot_ms"].percent / 100) == pytest.approx(1)
+
+
+def test_several_candidates_one_reference(snap: Any) -> None:
+    c = compare(snap({"bf16": (100, 50), "int8": (90, 40), "int4": (180, 26)}, blocks=4))
+    assert [s.label for s in c.candidates] == ["int8", "int4"]
+    assert {r.candidate for r in c.rows} == {s.id for s in c.candidates}
+    assert len(c.rows_of(c.candidates[0].id)) == len(c.rows_of(c.candidates[1].id))
+
+
+def test_runs_apart_are_compared_with_care(snap: Any) -> None:
+    one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa")[0]
+    two = snap({"int4": (180, 26)}, run="20260102T000000Z-bbbb", seed=9)[0]
+    c = compare([one, two])
+    r = rows(c)
+    assert r["tpot_ms"].method == "unpaired bootstrap"
+    assert r["tpot_ms"].judgement == "better" and "not interleaved" in str(r["tpot_ms"].reason)
+    assert any("not interleaved" in n for n in c.notes)
+
+
+def test_T09_a_drift_inside_a_run_widens_the_threshold(snap: Any) -> None:
+    """The same policy twice: the second run began on the machine that the first one had heated."""
+    one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa", drift=lambda n: 0.003 * n)[0]
+    two = snap({"bf16": (100, 50)}, run="20260102T000000Z-bbbb", drift=lambda n: 0.05 + 0.003 * n)[0]
+    r = rows(compare([one, two]))
+    assert r["tpot_ms"].percent > 2
+    assert {r[m].judgement for m in ("e2e_ms", "ttft_ms", "tpot_ms")} <= {"same", "unsure"}
+
+
+@pytest.mark.parametrize(
+    ("what", "edit", "spoils"),
+    [
+        ("clocks", lambda m: m["conditions"]["clocks"]["cpu_mhz"].update(median=2000.0), ("speed",)),
+        ("threads", lambda m: m["conditions"].update(threads=8), ("speed",)),
+        ("device", lambda m: m["device"].update(name="Another CPU"), ("speed", "memory")),
+        ("attention", lambda m: m["workload"].update(attention="sdpa"), ("speed",)),
+        ("prompts", lambda m: m["workload"].update(prompts_sha256="ee" * 32), ("speed",)),
+        ("libraries", lambda m: m["libraries"].update(torch="2.12.0"), ("speed", "memory")),
+        ("libraries", lambda m: m["tool"].update(version="0.2.0"), ("speed", "memory")),
+        ("driver", lambda m: m.update(driver="999.1"), None),
+        ("slowdowns", lambda m: m["conditions"].update(slowed=["thermal slowdown"]), ("speed",)),
+        ("memory reading", lambda m: m["conditions"].update(memory_version="v1"), None),
+        ("memory method", lambda m: m["arm"].update(memory_method="sampled RSS"), ("memory",)),
+        ("seed", lambda m: m["workload"].update(seed=99), ()),
+    ],
+)
+def test_what_differs_is_named_and_spoils_its_rows(
+    snap: Any, what: str, edit: Callable[[dict[str, Any]], None], spoils: tuple[str, ...] | None
+) -> None:
+    one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa", blocks=4)[0]
+    two = snap({"int4": (180, 26)}, run="20260102T000000Z-bbbb", edit=edit, blocks=4)[0]
+    c = compare([one, two])
+    check = next(k for k in c.setup if k.what == what)
+    if spoils is None:  # known on one side only
+        assert check.status == "unknown" and not any(r.flagged for r in c.rows)
+        return
+    assert differing(c) == {what: spoils}
+    speed = [r for r in c.rows if r.group == "speed"]
+    memory = [r for r in c.rows if r.metric.endswith(("peak_bytes", "steady_bytes"))]
+    assert all(r.flagged and r.judgement == "unsure" and r.reason == what for r in speed) == (
+        "speed" in spoils
+    )
+    assert all(r.flagged and r.judgement == "unsure" for r in memory) == ("memory" in spoils)
+    assert all(r.percent is not None for r in speed)  # shown all the same
+
+
+def test_T14_other_thread_counts_are_flagged(snap: Any) -> None:
+    one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa", threads=2, blocks=3)[0]
+    two = snap({"bf16": (60, 30)}, run="20260102T000000Z-bbbb", threads=4, blocks=3)[0]
+    c = compare([one, two])
+    check = next(k for k in c.setup if k.what == "threads")
+    assert (check.status, check.reference, check.value) == ("differs", "2", "4")
+    assert rows(c)["tpot_ms"].judgement == "unsure" and rows(c)["tpot_ms"].reason == "threads"
+
+
+def test_memory_read_by_another_call_is_not_compared(snap: Any) -> None:
+    def version(v: str) -> Callable[[dict[str, Any]], None]:
+        return lambda m: m["conditions"].update(memory_version=v)
+
+    one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa", edit=version("v2"), blocks=3)[0]
+    two = snap({"bf16": (100, 50)}, run="20260102T000000Z-bbbb", edit=version("v1"), blocks=3)[0]
+    assert differing(compare([one, two])) == {"memory reading": ("memory",)}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"edit": lambda m: m["model"].update(sha256="ee" * 32)}, "model:"),
+        ({"edit": lambda m: m["model"].update(dtype="fp32")}, "model dtype: bf16 against fp32"),
+        ({"workload": Workload(prompt_tokens=64, output_tokens=9, seed=7)}, "workload: in 512 out 9"),
+        ({"workload": Workload(output_tokens=9, batch=4, seed=7)}, "bs 4"),
+    ],
+)
+def test_other_models_and_workloads_are_refused_unless_forced(
+    snap: Any, change: dict[str, Any], words: str
+) -> None:
+    one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa", blocks=3)[0]
+    two = snap({"int4": (50, 25)}, run="20260102T000000Z-bbbb", blocks=3, **change)[0]
+    with pytest.raises(PdqError, match="cannot be compared") as caught:
+        compare([one, two])
+    assert words in caught.value.message and "--force" in str(caught.value.hint)
+    forced = compare([one, two], force=True)
+    assert {r.judgement for r in forced.rows if r.group == "speed"} == {"unsure"}
+    assert all(r.flagged for r in forced.rows if r.group == "speed")
+
+
+def test_an_invalid_arm_is_never_ranked(snap: Any) -> None:
+    def spoil(e: Any) -> None:
+        if isinstance(e, p.Request) and e.arm == "int4" and e.block == 3:
+            e.valid, e.invalid_reason = False, "NaN"
+
+    c = compare(snap(SPEED, change=spoil))
+    assert {r.judgement for r in c.rows if r.group == "speed"} == {"unsure"}
+    assert str(rows(c)["e2e_ms"].reason).endswith(": NaN") and not c.candidates[0].valid
+
+
+def test_clocks_of_one_interleaved_run_belong_to_the_policy(snap: Any) -> None:
+    one, two = snap(SPEED)
+    two.manifest["conditions"]["clocks"]["cpu_mhz"]["median"] = 2000.0
+    c = compare([one, two])
+    assert differing(c) == {"clocks": ()} and rows(c)["tpot_ms"].judgement == "better"
+
+
+def test_a_missing_part_is_unknown_and_no_crash(snap: Any) -> None:
+    one, two = snap({"bf16": (100, 50), "int4": (180, 26)}, blocks=3)
+    for key in ("conditions", "device", "libraries", "noise_floor", "workload", "model", "host", "warnings"):
+        two.manifest.pop(key)
+    two.manifest["arm"] = {"label": "int4"}
+    c = compare([one, two])
+    assert {k.status for k in c.setup if k.what in ("device", "threads", "workload", "libraries")} == {
+        "unknown"
+    }
+    assert rows(c)["stored_bytes"].judgement == "unsure"
+    assert rows(c)["stored_bytes"].reason == "not in both snapshots"
+
+
+def test_sampled_memory_needs_a_larger_difference(snap: Any) -> None:
+    def rss(more: int) -> Callable[[Any], None]:
+        def change(e: Any) -> None:
+            if isinstance(e, p.Request):
+                e.memory_method = "RSS sampled each 10 ms"
+                e.decode_peak_bytes = 400_000_000 + (more if e.arm == "int4" else 0)
+
+        return change
+
+    small = rows(compare(snap(SPEED, run="20260101T000000Z-aaaa", blocks=3, change=rss(8_000_000))))
+    large = rows(compare(snap(SPEED, run="20260102T000000Z-bbbb", blocks=3, change=rss(80_000_000))))
+    assert (small["decode_peak_bytes"].judgement, large["decode_peak_bytes"].judgement) == ("same", "worse")
+    assert small["decode_peak_bytes"].method == "sampled"
+
+
+def test_a_comparison_needs_two_different_snapshots(snap: Any) -> None:
+    one, _ = snap(SPEED, blocks=3)
+    with pytest.raises(PdqError, match="at least one candidate"):
+        compare([one])
+    with pytest.raises(PdqError, match="named twice"):
+        compare([one, one])
+
+
+def test_columns_have_different_names(snap: Any) -> None:
+    one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa", blocks=3)[0]
+    two = snap({"bf16": (100, 50)}, run="20260102T000000Z-bbbb", blocks=3)[0]
+    c = compare([one, two])
+    assert (c.reference.label, c.candidates[0].label) == ("bf16 aaaa/001", "bf16 bbbb/001")
+
+
+def test_too_few_requests_are_unsure(snap: Any) -> None:
+    one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa", blocks=1)[0]
+    two = snap({"int4": (100, 25)}, run="20260102T000000Z-bbbb", blocks=0)[0]
+    r = rows(compare([one, two]))["tpot_ms"]
+    assert (r.judgement, r.percent, r.ci95) == ("unsure", None, None)
+    assert str(r.reason).endswith("bbbb/001: no request counted")
