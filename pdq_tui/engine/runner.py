@@ -40,12 +40,11 @@ class Cost(Protocol):
 class Generation(Protocol):
     """One request's state in a staged model; see ``engine.staged``."""
 
-    length: int
-
+    @property
+    def length(self) -> int: ...
     def prefill(self, ids: torch.Tensor) -> torch.Tensor: ...
     def handoff(self) -> None: ...
     def step(self, tokens: torch.Tensor) -> torch.Tensor: ...
-    def bytes_per_step(self) -> int: ...
     def bytes_per_step_wasted(self) -> int: ...
     def prefill_cost(self, P: int) -> Cost: ...
     def step_cost(self) -> Cost: ...
@@ -166,7 +165,6 @@ class _Run:
         self._prefill(generation, ids)
         if self.limits.output_tokens > 1 and not self._cancelled() and not self._all_ended():
             self._decode(generation)
-        record.host_end_ns = device.host_ns()
         self.close_times()
         self._close_tokens()
         record.kv_bytes = self.arm.staged.kv_info().bytes_per_token * generation.length * batch.rows
@@ -182,6 +180,7 @@ class _Run:
         highest, token = logits.max(dim=-1)
         end = device.mark()
         device.synchronize()
+        record.host_end_ns = device.host_ns()
         record.prefill_ms = device.elapsed_ms(begin, end)
         record.ttft_ms = record.queue_ms + record.tokenize_ms + record.prefill_ms
         record.prefill_peak_bytes = device.peak_bytes()
@@ -201,7 +200,7 @@ class _Run:
         end = device.mark()
         device.synchronize()
         record.handoff_ms = device.elapsed_ms(begin, end)
-        first_bytes, first_cost = generation.bytes_per_step(), generation.step_cost()
+        first_cost = generation.step_cost()
         steps = self.limits.output_tokens - 1
         steady_at = {steps * 2 // 3 + 1, steps * 5 // 6 + 1, steps}
         steady: list[int] = []
@@ -236,12 +235,13 @@ class _Run:
                 pause = True
             start = device.mark() if pause else mark
         device.synchronize()
+        record.host_end_ns = device.host_ns()
         record.decode_peak_bytes = device.peak_bytes()
         record.steady_bytes = int(median(steady)) if steady else None
         self._check_decode(logits)
         # Linear in the length, so the mean over the steps is the mean of the first and the last.
-        last_bytes, last_cost = generation.bytes_per_step(), generation.step_cost()
-        record.bytes_per_step = (first_bytes + last_bytes) // 2
+        last_cost = generation.step_cost()
+        record.bytes_per_step = (first_cost.bytes + last_cost.bytes) // 2
         record.bytes_per_step_wasted = generation.bytes_per_step_wasted()
         first_bound, last_bound = self._bound_ms(first_cost), self._bound_ms(last_cost)
         if first_bound is not None and last_bound is not None:

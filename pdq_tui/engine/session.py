@@ -23,7 +23,7 @@ from pdq_tui.engine.loader import LoadedModel, load_model
 from pdq_tui.engine.peaks import peaks
 from pdq_tui.engine.prompts import prepare
 from pdq_tui.engine.runner import Arm, RequestFailedError
-from pdq_tui.engine.staged import StagedModel
+from pdq_tui.engine.staged import StagedArm, StagedModel
 from pdq_tui.errors import PdqError, UsageError
 
 #: Progress is sent at most this often, in seconds; each task's first and last are always sent.
@@ -46,6 +46,7 @@ class Session:
         self.model: LoadedModel | None = None
         self.staged: StagedModel | None = None
         self.bench: Bench | None = None
+        self.ready: dict[str, StagedArm] = {}
         self.hard: dict[str, bool] = {}
 
     def handle(self, number: int, command: Any) -> None:
@@ -126,6 +127,7 @@ class Session:
             return self.inbox.cancelled(number)
 
         self.model = self.staged = self.bench = None
+        self.ready.clear()
         gc.collect()
         try:
             with self._task("load", command.model):
@@ -144,6 +146,7 @@ class Session:
                     device,
                     budget_bytes=command.weight_budget_bytes,
                     kernels=load_kernels(device.kind),
+                    attention_name=command.attention,
                 )
         except Cancelled:
             return
@@ -166,34 +169,31 @@ class Session:
             )
         )
 
-    def _set_arm(self, number: int, command: p.SetArm) -> None:
-        try:
-            self._pack(command.arm, command.policy, command.hard, lambda: self.inbox.cancelled(number))
-        except Cancelled:
-            self._refuse(command, "cancelled", None)
-        except PdqError as error:
-            self._refuse(command, error.message, error.hint)
-
     def _refuse(self, command: p.SetArm, reason: str, hint: str | None) -> None:
         self.send(p.ArmRefused(arm=command.arm, policy=command.policy.name, reason=reason, hint=hint))
 
-    def _pack(self, label: str, policy: Policy, hard: bool, cancelled: Callable[[], bool]) -> None:
-        """Make ``label`` follow ``policy`` and tell it. Raises PdqError, Cancelled."""
+    def _pack(self, label: str, policy: Policy, hard: bool, cancelled: Callable[[], bool]) -> StagedArm:
+        """Make ``label`` follow ``policy``: pack what is missing. Raises PdqError, Cancelled."""
         if self.staged is None or self.bench is None:
             raise UsageError("no model is loaded")
-        begin = time.monotonic()
-        before = self.staged.session_resident_bytes
-        with self._task("pack", f"{label}: {policy.name}"):
-            ready = self.staged.apply(
-                policy,
-                rows=self._rows(),
-                hard=hard,
-                progress=self._progress("pack", "B"),
-                cancelled=cancelled,
-            )
-        resident = self.staged.session_resident_bytes == before
-        self.bench.set_arm(Arm(label, policy, ready), packed_anew=not resident)
-        self.hard[label] = hard
+        ready = self.staged.apply(
+            policy, rows=self._rows(), hard=hard, progress=self._progress("pack", "B"), cancelled=cancelled
+        )
+        self.bench.set_arm(Arm(label, policy, ready), packed_anew=not ready.resident)
+        self.ready[label], self.hard[label] = ready, hard
+        return ready
+
+    def _set_arm(self, number: int, command: p.SetArm) -> None:
+        label, policy, begin = command.arm, command.policy, time.monotonic()
+        try:
+            with self._task("pack", f"{label}: {policy.name}"):
+                ready = self._pack(label, policy, command.hard, lambda: self.inbox.cancelled(number))
+        except Cancelled:
+            self._refuse(command, "cancelled", None)
+            return
+        except PdqError as error:
+            self._refuse(command, error.message, error.hint)
+            return
         self.send(
             p.ArmReady(
                 arm=label,
@@ -204,7 +204,7 @@ class Session:
                 fallbacks=list(ready.fallbacks),
                 warnings=list(ready.warnings),
                 seconds=time.monotonic() - begin,
-                resident=resident,
+                resident=ready.resident,
             )
         )
 
@@ -283,8 +283,7 @@ class Session:
 
         def solo(label: str) -> None:
             assert self.bench is not None and self.staged is not None
-            kept = self.bench.arms[label].staged
-            self.staged.release([kept])
+            self.staged.release([self.ready[label]])
             for other, arm in self.bench.arms.items():
                 if other != label:
                     self.bench.forget_warm(arm.policy.digest)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pdq_tui.core.policy import Policy
+from pdq_tui.core.policy import Keep, Policy
 from pdq_tui.core.protocol import DeviceInfo, KvInfo
 from pdq_tui.engine.runner import Arm
 
@@ -168,9 +168,6 @@ class FakeGeneration:
         self.staged.passes.append(("decode", 1))
         return self._work("decode", (self.batch,), self.staged.step_ms, self.staged.decode_peak, self.steps)
 
-    def bytes_per_step(self) -> int:
-        return 1000 + self.length
-
     def bytes_per_step_wasted(self) -> int:
         return 0
 
@@ -178,8 +175,10 @@ class FakeGeneration:
         return FakeCost(10 * P, {"bf16": 100.0 * P})
 
     def step_cost(self) -> FakeCost:
-        return FakeCost(self.bytes_per_step(), {"bf16": 10.0})
+        return FakeCost(1000 + self.length, {"bf16": 10.0})
 
 
 def fake_arm(device: FakeDevice, label: str = "A", **costs: Any) -> Arm:
-    return Arm(label, Policy(name=f"policy-{label}"), FakeStaged(device, **costs))
+    """An arm of its own policy: two labels have two digests."""
+    policy = Policy(name=f"policy-{label}", summary=label, keep=(Keep(modules=(label,)),))
+    return Arm(label, policy, FakeStaged(device, **costs))
