@@ -28,7 +28,7 @@ def capability(device: HasCapability) -> Capability:
         return Capability(device.kind, (), device.capability)
     features = []
     level = torch.backends.cpu.get_cpu_capability()
-    if level.startswith("AVX2") or level.startswith("AVX512"):
+    if level.startswith(("AVX2", "AVX512")):
         features.append("avx2")
     if level.startswith("AVX512"):
         features.append("avx512")

@@ -1,0 +1,78 @@
+"""The census of one stage of a staged model in ``core.roofline``'s terms, read from what is really placed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdq_tui.core.roofline import Op, StageCost, linear, merged
+from pdq_tui.engine.formats.packed import DTYPE_NAMES
+from pdq_tui.engine.kv import KvShape
+from pdq_tui.engine.plan import Census, Placement
+
+
+class CostModel:
+    """Bytes and FLOPs of prefill and of one decode step for one model."""
+
+    def __init__(
+        self, census: Census, kv: KvShape, hidden: int, experts: int, experts_per_token: int
+    ) -> None:
+        self.census, self.kv, self.hidden = census, kv, hidden
+        self.experts, self.experts_per_token = experts, experts_per_token
+        self.dtype = DTYPE_NAMES[kv.dtype]
+        fused = sum(f.nbytes for f in census.fused)
+        #: norms, biases, position tables' single rows: read once a pass.
+        self.small_bytes = max(census.other_bytes - census.embedding_bytes - fused, 0)
+
+    def _linears(self, placements: Sequence[Placement], tokens: int, sequences: int) -> list[Op]:
+        ops = []
+        for p in placements:
+            arithmetic = p.candidate.arithmetic
+            if arithmetic == "model":
+                arithmetic = DTYPE_NAMES[p.spec.stored_dtype] if p.spec.fmt.dense else self.dtype
+            rows = sequences if p.layer.head else tokens
+            kind = "head" if p.layer.head else "linear"
+            ops.append(
+                linear(
+                    f"{kind} {p.layer.N}x{p.layer.K}", p.layer.N, p.layer.K, rows, p.spec.nbytes, arithmetic
+                )
+            )
+        return ops
+
+    def _rest(self, tokens: int) -> list[Op]:
+        size = self.kv.dtype.itemsize
+        ops = [
+            Op("embedding", tokens * self.hidden * size, 0.0, self.dtype),
+            Op("norms and biases", self.small_bytes, 0.0, self.dtype),
+        ]
+        for f in self.census.fused:
+            share, work = 1.0, 1.0
+            if self.experts and "expert" in f.reason:
+                # at most this many distinct experts; exact for one token
+                share = min(self.experts, tokens * self.experts_per_token) / self.experts
+                work = self.experts_per_token / self.experts
+            ops.append(Op("experts", int(f.nbytes * share), 2.0 * f.parameters * work * tokens, self.dtype))
+        return ops
+
+    def _attention(self, positions: int, pairs: float) -> Op:
+        """``positions`` whose keys and values are read, over the batch; ``pairs`` of query and key."""
+        kv = self.kv
+        size = 2 * kv.kv_heads * kv.head_dim * kv.dtype.itemsize
+        return Op("attention", positions * size, 4.0 * kv.heads * kv.head_dim * pairs, self.dtype, kv.layers)
+
+    def prefill(self, placements: Sequence[Placement], lengths: Sequence[int]) -> StageCost:
+        """``lengths``: real prompt tokens of each sequence; padding is no work that had to be done."""
+        tokens = sum(lengths)
+        pairs = sum(n * (n + 1) / 2 for n in lengths)
+        ops = [
+            *self._linears(placements, tokens, len(lengths)),
+            *self._rest(tokens),
+            self._attention(tokens, pairs),
+        ]
+        return StageCost(merged(ops))
+
+    def step(self, placements: Sequence[Placement], contexts: Sequence[int], padded: int) -> StageCost:
+        """One token a sequence over ``contexts`` real positions, the new one included; ``padded``: columns of padding
+        that the step reads beside them, over the batch."""
+        B, positions = len(contexts), sum(contexts)
+        ops = [*self._linears(placements, B, B), *self._rest(B), self._attention(positions, positions)]
+        return StageCost(merged(ops), padded * self.kv.bytes_per_token)

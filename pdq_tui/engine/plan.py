@@ -1,0 +1,354 @@
+"""Which format, bytes and kernel each linear layer gets under a policy: decided from shapes alone, before any packing.
+
+What does not fit is settled here by the policy's own rule (``on_misfit``) and told: a smaller group, padding, or left in
+the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from pdq_tui.core.kernels import Candidate, Capability, KernelTable
+from pdq_tui.core.policy import GROUP_SIZES, STAGES, Format, Policy, Stage
+from pdq_tui.core.protocol import Coverage, Fallback, LeftModule, WeightsInfo
+from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec, dense_dtype
+from pdq_tui.errors import UnfitError, UsageError
+
+#: Below this share of the weights converted, a policy that names another format than the model's is called partial.
+PARTIAL_BELOW = 0.5
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One linear layer of the model. ``conv1d``: its parameter is [K, N]. ``tied``: it is the input embedding's."""
+
+    name: str
+    N: int
+    K: int
+    conv1d: bool = False
+    head: bool = False
+    tied: bool = False
+
+    @property
+    def parameter(self) -> str:
+        return f"{self.name}.weight"
+
+    @property
+    def parameters(self) -> int:
+        return self.N * self.K
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A weight outside linear layers that no format here reaches: fused experts, routers."""
+
+    name: str
+    parameters: int
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Census:
+    """What a model consists of. ``other_bytes``: every parameter and buffer that is no linear layer's weight, embedding
+    tables (``embedding_bytes``: tokens and learned positions) among them."""
+
+    layers: tuple[Layer, ...]
+    fused: tuple[Fused, ...]
+    other_bytes: int
+    embedding_bytes: int
+
+
+def take_census(model: PreTrainedModel) -> Census:
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    tied_weight = embedding.weight if embedding is not None else None
+    layers: list[Layer] = []
+    linear_weights: set[int] = set()
+    fused: list[Fused] = []
+    owners: dict[int, nn.Module] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, (nn.Linear, Conv1D)) and isinstance(weight, torch.Tensor):
+            conv1d = isinstance(module, Conv1D)
+            N, K = (weight.shape[1], weight.shape[0]) if conv1d else (weight.shape[0], weight.shape[1])
+            tied = weight is tied_weight
+            layers.append(Layer(name, N, K, conv1d, module is head, tied))
+            if not tied:
+                linear_weights.add(id(weight))
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), module)
+    for name, parameter in model.named_parameters():
+        owner = owners[id(parameter)]
+        if id(parameter) in linear_weights or parameter.dim() < 2 or isinstance(owner, nn.Embedding):
+            continue
+        what = "fused expert weights in one tensor" if parameter.dim() > 2 else "not a linear layer"
+        reason = f"{what} ({type(owner).__name__}): no kernel here reads it packed"
+        fused.append(Fused(name, parameter.numel(), parameter.nbytes, reason))
+    other = {id(t): t.nbytes for t in [*model.parameters(), *model.buffers()] if id(t) not in linear_weights}
+    return Census(
+        tuple(layers),
+        tuple(fused),
+        sum(other.values()),
+        sum({id(m.weight): m.weight.nbytes for m in model.modules() if isinstance(m, nn.Embedding)}.values()),
+    )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one layer is held and multiplied in one stage. ``wanted``: what the policy names; ``left``: why it stays in
+    the model's dtype though the stage names another format; ``fallback``: why it is not quite what was wanted."""
+
+    layer: Layer
+    stage: Stage
+    rows: int
+    wanted: Format
+    spec: Spec
+    candidate: Candidate
+    left: str | None = None
+    fallback: str | None = None
+
+
+class Plan(msgspec.Struct, kw_only=True):
+    """What applying a policy would do. No weights were touched.
+
+    ``new_bytes``: to be allocated now; ``total_bytes``: packed bytes of both stages together. ``misfits``: sentences.
+    """
+
+    policy: Policy
+    new_bytes: int
+    total_bytes: int
+    coverage: dict[str, Coverage]
+    weights: WeightsInfo
+    fallbacks: list[Fallback]
+    misfits: list[str]
+    warnings: list[str]
+
+    @property
+    def resident(self) -> bool:
+        """True where nothing has to be packed."""
+        return self.new_bytes == 0
+
+
+class Planner:
+    """Placements for one model on one device. ``broken(requests)`` asks the prober about candidates that may crash."""
+
+    def __init__(
+        self,
+        census: Census,
+        dtype: torch.dtype,
+        table: KernelTable,
+        capability: Capability,
+        broken: Callable[
+            [Iterable[tuple[Candidate, Format, str, int, int]]], dict[tuple[str, str, int, int], bool]
+        ],
+    ) -> None:
+        if dtype not in DTYPE_NAMES:
+            raise UnfitError(
+                f"a model in {dtype} cannot be run here", f"legal: {', '.join(DTYPE_NAMES.values())}"
+            )
+        self.census, self.dtype, self.table, self.capability = census, dtype, table, capability
+        self._broken = broken
+
+    def placements(self, policy: Policy, stage: Stage, rows: int, head_rows: int) -> list[Placement]:
+        """One for each linear layer, in the model's order. Raises PdqError where the policy cannot run at all."""
+        asked = {
+            (c, fmt, self._dtype_name(fmt), layer.N, layer.K)
+            for layer in self.census.layers
+            for fmt in [policy.format_for(layer.name, stage)]
+            for c in self.table.of(fmt)
+            if c.probe and not c.misfit(self.capability, self._dtype_name(fmt))
+            and not c.shape_misfit(layer.N, layer.K, c.rows[0], fmt.group_size)
+        }  # fmt: skip
+        broken = self._broken(asked) if asked else {}
+        return [
+            self._place(policy, stage, layer, head_rows if layer.head else rows, broken)
+            for layer in self.census.layers
+        ]
+
+    def _dtype_name(self, fmt: Format) -> str:
+        return DTYPE_NAMES[dense_dtype(fmt, self.dtype) if fmt.dense else self.dtype]
+
+    def _place(
+        self,
+        policy: Policy,
+        stage: Stage,
+        layer: Layer,
+        rows: int,
+        broken: dict[tuple[str, str, int, int], bool],
+    ) -> Placement:
+        wanted = policy.format_for(layer.name, stage)
+        left = None
+        if wanted.dense and not policy.stage(stage).format.dense:
+            kept = (
+                "a [[keep]] of the policy names it"
+                if not layer.head
+                else "the output head is kept unless named"
+            )
+            left = kept + (", and it is the input embedding" if layer.tied else "")
+        used, k, reason = _fit_groups(wanted, layer.K, policy.on_misfit)
+        if used is not None:
+            for layout in self.table.layouts(used, layer.N, k, self._dtype_name(used), self.capability):
+                dtype = self._dtype_name(used)
+                bad = [name for (name, d, n, kk), is_bad in broken.items()
+                       if is_bad and (d, n, kk) == (dtype, layer.N, layer.K)]  # fmt: skip
+                choice = self.table.choose(
+                    used, layer.N, k, rows, dtype, self.capability, layout=layout, broken=bad
+                )
+                if choice.candidate is not None:
+                    spec = Spec(used, layout, layer.N, layer.K, k, self.dtype)
+                    missed = choice.passed_over[1] if choice.passed_over else None
+                    return Placement(
+                        layer, stage, rows, wanted, spec, choice.candidate, left, reason or missed
+                    )
+            reasons = self.table.choose(
+                used, layer.N, k, rows, self._dtype_name(used), self.capability
+            ).reasons
+            reason = "; ".join(reasons) or f"no kernel for {used.label} on {self.table.device}"
+        if wanted.dense:
+            raise UnfitError(f"{layer.name}: nothing multiplies {wanted.label} here: {reason}")
+        dense = Format()
+        choice = self.table.choose(dense, layer.N, layer.K, rows, DTYPE_NAMES[self.dtype], self.capability)
+        if choice.candidate is None:
+            raise UnfitError(f"{layer.name}: nothing multiplies it here: {'; '.join(choice.reasons)}")
+        spec = Spec(dense, choice.candidate.layout, layer.N, layer.K, layer.K, self.dtype)
+        return Placement(layer, stage, rows, wanted, spec, choice.candidate, reason, reason)
+
+
+def _fit_groups(fmt: Format, K: int, on_misfit: str) -> tuple[Format | None, int, str | None]:
+    """(format to use or None to leave dense, K with padding, what was changed and why)."""
+    if fmt.weights != "int4":
+        return fmt, K, None
+    group = fmt.group_size
+    if group not in GROUP_SIZES:
+        raise UsageError(
+            f"group_size {group} is not a legal group size", f"legal: {', '.join(map(str, GROUP_SIZES))}"
+        )
+    if K % group == 0:
+        return fmt, K, None
+    why = f"groups of {group} do not divide in_features {K}"
+    if on_misfit == "pad":
+        padded = -(-K // group) * group
+        return fmt, padded, f"{why}: padded to {padded} with zeros"
+    if on_misfit == "smaller-group":
+        for smaller in sorted(GROUP_SIZES, reverse=True):
+            if smaller < group and K % smaller == 0:
+                return (
+                    msgspec.structs.replace(fmt, group_size=smaller),
+                    K,
+                    f"{why}: groups of {smaller} instead",
+                )
+        return None, K, f"{why}, nor does any smaller legal group ({', '.join(map(str, GROUP_SIZES))})"
+    return None, K, why
+
+
+# -- what is told about it ---------------------------------------------------------------------------------------------
+
+
+def coverage_of(placements: Sequence[Placement], fused: Sequence[Fused], dtype: str) -> Coverage:
+    """What one stage converts, counted over the weights of linear layers, tied heads and fused weights. ``dtype``: short
+    name of the model's."""
+    cover = Coverage()
+    for p in placements:
+        n = p.layer.parameters
+        cover.total_parameters += n
+        label = p.spec.fmt.label if not p.spec.fmt.dense else DTYPE_NAMES[p.spec.stored_dtype]
+        cover.formats[label] = cover.formats.get(label, 0) + n
+        cover.kernels[p.candidate.name] = cover.kernels.get(p.candidate.name, 0) + 1
+        if p.spec.fmt.dense and p.spec.stored_dtype == p.spec.dtype:
+            cover.left_bytes += p.spec.nbytes
+            if p.left is not None:
+                cover.left.append(
+                    LeftModule(module=p.layer.name, parameters=n, bytes=p.spec.nbytes, reason=p.left)
+                )
+        else:
+            cover.converted_parameters += n
+            cover.converted_bytes += p.spec.nbytes
+    for f in fused:
+        cover.total_parameters += f.parameters
+        cover.left_bytes += f.nbytes
+        cover.formats[dtype] = cover.formats.get(dtype, 0) + f.parameters
+        cover.left.append(LeftModule(module=f.name, parameters=f.parameters, bytes=f.nbytes, reason=f.reason))
+    return cover
+
+
+def weights_of(
+    by_stage: dict[Stage, Sequence[Placement]], census: Census, coverage: dict[str, Coverage]
+) -> WeightsInfo:
+    """Bytes of a policy, exact. A head that stays dense in both stages is among the kept bytes; tied, it is counted once
+    with the embedding."""
+    stored: dict[Stage, dict[tuple[str, str], int]] = {}
+    kept = census.other_bytes
+    for stage in STAGES:
+        stored[stage] = {}
+        for p in by_stage[stage]:
+            if (
+                p.layer.head
+                and _plain(p)
+                and all(_plain(q) for s in STAGES for q in by_stage[s] if q.layer is p.layer)
+            ):
+                if not p.layer.tied and stage == "prefill":
+                    kept += p.spec.nbytes
+                continue
+            if p.layer.tied and _plain(p):
+                continue  # the embedding's own bytes
+            stored[stage][p.layer.name, p.spec.key] = p.spec.nbytes
+    prefill, decode = (sum(stored[s].values()) for s in STAGES)
+    union = sum((stored["prefill"] | stored["decode"]).values())
+    bits = {
+        s: 8 * coverage[s].converted_bytes / coverage[s].converted_parameters
+        if coverage[s].converted_parameters
+        else None
+        for s in STAGES
+    }
+    return WeightsInfo(
+        stored_bytes=union,
+        prefill_bytes=prefill,
+        decode_bytes=decode,
+        shared_bytes=prefill + decode - union,
+        extra_bytes=union - max(prefill, decode),
+        kept_bytes=kept,
+        bits_per_weight=dict(bits),
+    )
+
+
+def _plain(p: Placement) -> bool:
+    return p.spec.fmt.dense and p.spec.stored_dtype == p.spec.dtype
+
+
+def fallbacks_of(placements: Iterable[Placement]) -> list[Fallback]:
+    """One entry for each (stage, wanted, used, reason), with the first module's name and how many there are."""
+    found: dict[tuple[str, str, str, str], Fallback] = {}
+    for p in placements:
+        if p.fallback is None:
+            continue
+        used = f"{p.spec.fmt.label} ({p.candidate.name})"
+        key = (p.stage, p.wanted.label, used, p.fallback)
+        if key in found:
+            found[key].modules += 1
+        else:
+            found[key] = Fallback(
+                stage=p.stage, module=p.layer.name, wanted=p.wanted.label, used=used, reason=p.fallback
+            )
+    return list(found.values())
+
+
+def warnings_of(policy: Policy, coverage: dict[str, Coverage]) -> list[str]:
+    found = []
+    for stage in STAGES:
+        cover = coverage[stage]
+        if policy.stage(stage).format.dense or not cover.total_parameters:
+            continue
+        share = cover.converted_parameters / cover.total_parameters
+        if share < PARTIAL_BELOW:
+            biggest = max(cover.left, key=lambda left: left.parameters, default=None)
+            why = f": {biggest.module}: {biggest.reason}" if biggest else ""
+            found.append(f"partial: {share:.0%} of the weights converted in {stage}{why}")
+    return found

@@ -1,0 +1,434 @@
+"""A model that runs under a policy: a prefill view and a decode view over one set of tensors.
+
+The stage is the request's state: ``Generation.prefill`` uses the one view, ``step`` the other, whatever the number of
+tokens. Toggling between policies whose weights are resident is a change of pointers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pdq_tui.core.kernels import Capability, KernelTable
+from pdq_tui.core.policy import STAGES, Policy, Stage
+from pdq_tui.core.protocol import Coverage, Fallback, KvInfo, WeightsInfo
+from pdq_tui.core.roofline import StageCost
+from pdq_tui.engine import attention
+from pdq_tui.engine.checkpoint import Masters
+from pdq_tui.engine.cost import CostModel
+from pdq_tui.engine.formats.linears import LINEARS
+from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec
+from pdq_tui.engine.formats.unpack import Scratch
+from pdq_tui.engine.kernels import Prober, capability
+from pdq_tui.engine.kv import KvCache, KvShape
+from pdq_tui.engine.plan import (
+    Layer,
+    Placement,
+    Plan,
+    Planner,
+    coverage_of,
+    fallbacks_of,
+    take_census,
+    warnings_of,
+    weights_of,
+)
+from pdq_tui.engine.views import Caller, copy_shell
+from pdq_tui.engine.weights import Key, Progress, WeightStore
+from pdq_tui.errors import UnfitError, UsageError
+
+#: KV buffers kept for reuse, by (batch, capacity).
+KV_BUFFERS: Final = 2
+
+
+class ModelDevice(Protocol):
+    """What a staged model needs of ``engine.device.Device``."""
+
+    kind: str
+    torch_device: torch.device
+    capability: tuple[int, int] | None
+
+    def free_bytes(self) -> int | None: ...
+
+
+class StagedModel:
+    """One loaded model and everything packed from it.
+
+    skeleton   HF causal LM in eval mode; weights of linear layers may be on meta, everything else is on the device.
+    masters    the unquantized weights by parameter name, in the checkpoint's own layout (GPT-2's Conv1D: [K, N]).
+    attention  "pdq" (this engine's own), or a transformers implementation ("sdpa", "eager") for both stages.
+    Raises UnfitError for models whose cache or attention this engine does not implement.
+    """
+
+    def __init__(
+        self,
+        skeleton: PreTrainedModel,
+        masters: Masters,
+        device: ModelDevice,
+        *,
+        budget_bytes: int | None,
+        kernels: KernelTable,
+        attention_name: str = "pdq",
+    ) -> None:
+        attention.register()
+        self.skeleton, self.device = skeleton, device
+        self.census = take_census(skeleton)
+        self.window = _window(skeleton)
+        self.capability: Capability = capability(device)
+        embedding = skeleton.get_input_embeddings()
+        assert isinstance(embedding.weight, Tensor)
+        self.dtype: torch.dtype = embedding.weight.dtype
+        self.prober = Prober()
+        self.planner = Planner(self.census, self.dtype, kernels, self.capability, self.prober.broken)
+        parameters = dict(skeleton.named_parameters(remove_duplicate=False))
+        own = {
+            layer.parameter: parameters[layer.parameter].detach()
+            for layer in self.census.layers
+            if parameters[layer.parameter].device == device.torch_device
+        }
+        self._parameters = parameters
+        self.store = WeightStore(masters, device.torch_device, budget_bytes, own)
+        self.kv = KvShape(skeleton.config, self.dtype)
+        config = skeleton.config.get_text_config()
+        experts = int(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0)
+        self.costs = CostModel(
+            self.census,
+            self.kv,
+            int(config.hidden_size),
+            experts,
+            int(getattr(config, "num_experts_per_tok", None) or 1),
+        )
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.rotary = getattr(config, "rope_parameters", None) is not None
+        self.scratch = Scratch()
+        self.caller = Caller(skeleton)
+        self.attention_name = attention_name
+        self._arms: weakref.WeakSet[StagedArm] = weakref.WeakSet()
+        self._views: weakref.WeakValueDictionary[tuple[Any, ...], View] = weakref.WeakValueDictionary()
+        self._caches: OrderedDict[tuple[int, int], KvCache] = OrderedDict()
+
+    # -- planning and packing ------------------------------------------------------------------------------------------
+
+    def plan(self, policy: Policy, rows: Iterable[int], *, hard: bool = False) -> Plan:
+        """What ``apply`` would do; touches no weights.
+
+        rows  row counts of the workload: prompt tokens × batch (the largest is taken for prefill) and batch (the
+              smallest, for decode).
+        Raises PdqError where the policy is refused: nothing runs it here, or ``hard`` / on_fallback = "fail" and
+        something would not be as the policy says.
+        """
+        by_stage = self._placements(policy, rows)
+        wanted = _wanted(by_stage)
+        dtype = DTYPE_NAMES[self.dtype]
+        coverage = {s: coverage_of(by_stage[s], self.census.fused, dtype) for s in STAGES}
+        placements = [*by_stage["prefill"], *by_stage["decode"]]
+        fallbacks = fallbacks_of(placements)
+        warnings = warnings_of(policy, coverage)
+        if fallbacks and (hard or policy.on_fallback == "fail"):
+            first = fallbacks[0]
+            raise UnfitError(
+                f"{policy.name}: {first.module} in {first.stage} would run {first.used}, not {first.wanted}:"
+                f" {first.reason}",
+                'allow it with on_fallback = "warn"' if not hard else "leave out --hard to allow it",
+            )
+        if warnings and hard:
+            raise UnfitError(f"{policy.name}: {warnings[0]}", "leave out --hard to allow it")
+        weights = weights_of(by_stage, self.census, coverage)
+        new = self.store.new_bytes(wanted)
+        weights.session_resident_bytes = self.session_resident_bytes + new
+        misfits = [
+            f"{f.module}{f' and {f.modules - 1} more' if f.modules > 1 else ''} in {f.stage}: {f.reason}"
+            for f in fallbacks
+        ]
+        return Plan(
+            policy=policy,
+            new_bytes=new,
+            total_bytes=weights.stored_bytes,
+            coverage=coverage,
+            weights=weights,
+            fallbacks=fallbacks,
+            misfits=misfits,
+            warnings=warnings,
+        )
+
+    def apply(
+        self,
+        policy: Policy,
+        *,
+        rows: Iterable[int],
+        hard: bool = False,
+        progress: Progress | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> StagedArm:
+        """Pack what is missing and return the arm, ready to start.
+
+        progress(done bytes, total bytes, label) before each layer; ``cancelled`` is asked at least every few million
+        weights. Raises Cancelled (what is packed stays), UnfitError where it does not fit (before anything is packed),
+        and whatever ``plan`` raises.
+        """
+        rows = list(rows)
+        plan = self.plan(policy, rows, hard=hard)
+        wanted = _wanted(self._placements(policy, rows))
+        live = {key for arm in self._arms for key in arm.keys}
+        self.store.check_fit(plan.new_bytes, live | set(wanted), self.device.free_bytes())
+        packed = self.store.pack_missing(wanted, progress or (lambda *_: None), cancelled)
+        arm = StagedArm(self, policy, plan, rows, frozenset(wanted), resident=packed == 0)
+        self._arms.add(arm)
+        return arm
+
+    def release(self, keep: Sequence[StagedArm]) -> None:
+        """Drop every packed weight, view and KV buffer that these arms do not use. Other arms must not be used after."""
+        for arm in list(self._arms):
+            if arm not in keep:
+                self._arms.discard(arm)
+                arm.drop()
+        self.store.keep_only({key for arm in keep for key in arm.keys})
+        self._caches.clear()
+        self.scratch.clear()
+
+    @property
+    def session_resident_bytes(self) -> int:
+        """The model's own tensors and everything packed or taken from the masters, of all arms."""
+        return self.census.other_bytes + self.store.nbytes
+
+    def _placements(self, policy: Policy, rows: Iterable[int]) -> dict[Stage, list[Placement]]:
+        counts = sorted(set(rows)) or [1]
+        return {
+            "prefill": self.planner.placements(policy, "prefill", counts[-1], counts[0]),
+            "decode": self.planner.placements(policy, "decode", counts[0], counts[0]),
+        }
+
+    # -- views and caches ----------------------------------------------------------------------------------------------
+
+    def view(self, policy: Policy, stage: Stage, rows: int, head_rows: int) -> View:
+        """The view of one stage for a row count, shared by all arms that place every layer alike."""
+        placements = self.planner.placements(policy, stage, rows, head_rows)
+        implementation = self.implementation(stage)
+        key = (implementation, *((p.candidate.name, p.spec.key) for p in placements))
+        view = self._views.get(key)
+        if view is None:
+            linears = {p.layer.name: self._linear(p) for p in placements}
+            view = View(copy_shell(self.skeleton, linears, implementation), placements)
+            self._views[key] = view
+        return view
+
+    def implementation(self, stage: Stage) -> str:
+        if self.attention_name != "pdq":
+            return self.attention_name
+        if stage == "decode":
+            return attention.DECODE
+        slow = (
+            self.device.kind == "cpu"
+            and self.dtype != torch.float32
+            and "bf16" not in self.capability.features
+        )
+        return attention.PREFILL_FLOAT32 if slow else attention.PREFILL
+
+    def _linear(self, p: Placement) -> nn.Module:
+        bias = self._parameters.get(f"{p.layer.name}.bias")
+        packed = self.store.get((p.layer.name, p.spec.key))
+        layer: nn.Module = LINEARS[p.candidate.op](
+            packed, None if bias is None else bias.detach(), self.scratch
+        )
+        return layer.eval()
+
+    def cache(self, batch: int, capacity: int) -> KvCache:
+        """A KV buffer for (batch, capacity), the same one again where there is one: one request runs at a time."""
+        key = (batch, capacity)
+        found = self._caches.get(key)
+        if found is None:
+            while len(self._caches) >= KV_BUFFERS:
+                self._caches.popitem(last=False)
+            found = KvCache(self.kv, batch, capacity, self.device.torch_device)
+            self._caches[key] = found
+        self._caches.move_to_end(key)
+        return found
+
+    @property
+    def kv_allocated_bytes(self) -> int:
+        return sum(cache.nbytes for cache in self._caches.values())
+
+
+class View:
+    """One stage's model and how its layers are placed."""
+
+    def __init__(self, model: PreTrainedModel, placements: Sequence[Placement]) -> None:
+        self.model, self.placements = model, placements
+
+
+class StagedArm:
+    """A policy made ready on a staged model. ``resident``: nothing had to be packed for it."""
+
+    def __init__(
+        self,
+        owner: StagedModel,
+        policy: Policy,
+        plan: Plan,
+        rows: Sequence[int],
+        keys: frozenset[Key],
+        *,
+        resident: bool,
+    ) -> None:
+        self.owner, self.policy, self.keys, self.resident = owner, policy, keys, resident
+        self.coverage: dict[str, Coverage] = plan.coverage
+        self.fallbacks: list[Fallback] = plan.fallbacks
+        self.warnings: list[str] = plan.warnings
+        self._weights: WeightsInfo = plan.weights
+        self._views: dict[tuple[Stage, int, int], View] = {}
+        counts = sorted(set(rows)) or [1]
+        self.view("decode", counts[0], counts[0])
+        for count in counts[1:] or counts:
+            self.view("prefill", count, counts[0])
+
+    @property
+    def weights(self) -> WeightsInfo:
+        """Bytes of this policy; ``session_resident_bytes`` is of now."""
+        self._weights.session_resident_bytes = self.owner.session_resident_bytes
+        return self._weights
+
+    def kv_info(self) -> KvInfo:
+        kv = self.owner.kv
+        capacities = [capacity for _, capacity in self.owner._caches]
+        return KvInfo(
+            dtype=DTYPE_NAMES[kv.dtype],
+            bytes_per_token=kv.bytes_per_token,
+            allocated_bytes=self.owner.kv_allocated_bytes,
+            capacity_tokens=max(capacities, default=None),
+        )
+
+    def view(self, stage: Stage, rows: int, head_rows: int) -> View:
+        key = (stage, rows, head_rows)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self.owner.view(self.policy, stage, rows, head_rows)
+        return view
+
+    def drop(self) -> None:
+        self._views.clear()
+
+    def start(self, batch: int, capacity: int, pad: Tensor | None) -> Generation:
+        """A request of ``batch`` sequences of up to ``capacity`` positions (padding, prompt and new tokens).
+
+        pad  int64 [batch], how many positions each row is padded on the left; None: none is. Buffers are reused between
+        requests of one (batch, capacity), so a new request ends the earlier one. Raises UsageError for more positions
+        than the model has.
+        """
+        owner = self.owner
+        if owner.window is not None and capacity > owner.window:
+            raise UsageError(
+                f"this model's attention slides over {owner.window} positions; {capacity} were asked for",
+                f"prompt and output together may have {owner.window} tokens here",
+            )
+        if not owner.rotary and owner.max_positions is not None and capacity > owner.max_positions:
+            raise UsageError(f"this model has {owner.max_positions} positions, {capacity} were asked for")
+        return Generation(self, owner.cache(batch, capacity), batch, pad)
+
+
+class Generation:
+    """One request: ``prefill`` once, ``handoff`` once, then ``step`` for every further token. Nothing synchronises."""
+
+    def __init__(self, arm: StagedArm, cache: KvCache, batch: int, pad: Tensor | None) -> None:
+        owner = arm.owner
+        self._arm, self._cache, self._batch = arm, cache, batch
+        self._pdq = owner.attention_name == "pdq"
+        device = owner.device.torch_device
+        self._pads: list[int] = [0] * batch if pad is None else [int(n) for n in pad.tolist()]
+        self._pad = pad.to(device) if pad is not None and any(self._pads) else None
+        self._call = owner.caller.logits
+        self._decode = arm.view("decode", batch, batch)
+        self._mask: Tensor | None = None
+        with torch.inference_mode():
+            if self._pad is None:
+                self._position = torch.zeros((1, 1), dtype=torch.int64, device=device)
+            else:
+                self._position = -self._pad[:, None].to(torch.int64)
+                self._mask = (
+                    attention.decode_mask(self._pad, cache.capacity, owner.dtype)
+                    if self._pdq
+                    else (torch.arange(cache.capacity, device=device)[None, :] >= self._pad[:, None]).to(
+                        torch.int64
+                    )
+                )
+        cache.reset()
+
+    @property
+    def length(self) -> int:
+        """Positions filled, padding included."""
+        return self._cache.end
+
+    @torch.inference_mode()
+    def prefill(self, ids: Tensor) -> Tensor:
+        """int64 [B, P], left-padded → logits [B, V] of the last position; fills the cache."""
+        B, P = ids.shape
+        view = self._arm.view("prefill", B * P, B)
+        self._cache.reset()
+        self._cache.advance(P)
+        if self._pad is None:
+            mask = None
+            positions = torch.arange(P, device=ids.device)[None, :]
+        else:
+            positions = attention.prefill_positions(self._pad, P)
+            assert self._mask is not None
+            mask = attention.prefill_mask(self._pad, P) if self._pdq else self._mask[:, :P]
+        logits = self._call(view.model, ids, mask, positions, self._cache)
+        self._position.add_(P)
+        return logits
+
+    def handoff(self) -> None:
+        """Conversion of the KV cache between the stages: [kv] convert = "never" has none."""
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        """int64 [B] → logits [B, V] of the next position."""
+        cache = self._cache
+        cache.advance(1)
+        mask = self._mask
+        if mask is not None:
+            mask = mask[..., : cache.end]
+        logits = self._call(self._decode.model, tokens[:, None], mask, self._position, cache)
+        self._position.add_(1)
+        return logits
+
+    # -- census --------------------------------------------------------------------------------------------------------
+
+    def prefill_cost(self, P: int) -> StageCost:
+        """Bytes and FLOPs of a prefill of P positions; those of padding are not counted."""
+        view = self._arm.view("prefill", self._batch * P, self._batch)
+        return self._arm.owner.costs.prefill(view.placements, [P - pad for pad in self._pads])
+
+    def step_cost(self) -> StageCost:
+        """Bytes and FLOPs of the next step, at the cache's current length."""
+        contexts = [self.length + 1 - pad for pad in self._pads]
+        return self._arm.owner.costs.step(self._decode.placements, contexts, sum(self._pads))
+
+    def bytes_per_step(self) -> int:
+        return self.step_cost().bytes
+
+    def bytes_per_step_wasted(self) -> int:
+        return self.step_cost().wasted_bytes
+
+
+def _wanted(by_stage: dict[Stage, list[Placement]]) -> dict[Key, tuple[Layer, Spec]]:
+    return {(p.layer.name, p.spec.key): (p.layer, p.spec) for stage in STAGES for p in by_stage[stage]}
+
+
+def _window(model: PreTrainedModel) -> int | None:
+    """The sliding window that limits this model's requests here, None without one. Raises UnfitError for layers that keep
+    another kind of state than keys and values."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    other = kinds - {"full_attention", "sliding_attention"}
+    if other or getattr(config, "is_encoder_decoder", False):
+        what = ", ".join(sorted(other)) or "an encoder"
+        raise UnfitError(f"this model has layers of kind {what}, which this engine does not run")
+    window = getattr(config, "sliding_window", None)
+    if window is None or getattr(config, "use_sliding_window", True) is False:
+        return None
+    if getattr(config, "layer_types", None) and "sliding_attention" not in kinds:
+        return None
+    return int(window)

@@ -1,0 +1,83 @@
+"""Views of one model: the module shells copied, the tensors shared, only the linear layers replaced."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def copy_shell(model: PreTrainedModel, linears: Mapping[str, nn.Module], attention: str) -> PreTrainedModel:
+    """A model with the same parameters, buffers and hooks, ``linears`` in place of the modules of these dotted names.
+
+    The view has configs of its own, which name ``attention``; no tensor is copied.
+    """
+    modules: dict[int, nn.Module] = {}
+    configs: dict[int, PreTrainedConfig] = {}
+
+    def config_copy(config: PreTrainedConfig) -> PreTrainedConfig:
+        if id(config) not in configs:
+            mine = copy.copy(config)
+            mine._attn_implementation = attention
+            configs[id(config)] = mine
+        return configs[id(config)]
+
+    def shell(module: nn.Module, name: str) -> nn.Module:
+        if name in linears:
+            return linears[name]
+        if id(module) in modules:
+            return modules[id(module)]
+        mine = copy.copy(module)
+        modules[id(module)] = mine
+        mine._parameters = dict(module._parameters)
+        mine._buffers = dict(module._buffers)
+        mine._modules = {
+            child_name: None
+            if child is None
+            else shell(child, f"{name}.{child_name}" if name else child_name)
+            for child_name, child in module._modules.items()
+        }
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            mine.config = config_copy(config)
+        return mine
+
+    view = shell(model, "")
+    assert isinstance(view, PreTrainedModel)
+    return view
+
+
+class Caller:
+    """Calls a causal LM by the argument names that its version of transformers uses."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        names = inspect.signature(type(model).forward).parameters
+        #: "cache" since transformers 5.20-something, "past_key_values" before.
+        self._cache = "cache" if "cache" in names else "past_key_values"
+        self._fixed: dict[str, Any] = {"use_cache": True}
+        if "logits_to_keep" in names:
+            self._fixed["logits_to_keep"] = 1
+
+    def logits(
+        self,
+        view: nn.Module,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor,
+        cache: object,
+    ) -> torch.Tensor:
+        """ids int64 [B, q] → logits [B, V] of the last position, in the model's dtype."""
+        out = view(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            **{self._cache: cache},
+            **self._fixed,
+        )
+        logits: torch.Tensor = out.logits[:, -1]
+        return logits

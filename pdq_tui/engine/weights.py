@@ -1,0 +1,125 @@
+"""Packed weights of all policies, one entry per (module, storage key), least recently used first, under a byte budget."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from pdq_tui.engine.checkpoint import Masters
+from pdq_tui.engine.formats.pack import pack
+from pdq_tui.engine.formats.packed import Packed, Spec
+from pdq_tui.engine.plan import Layer
+from pdq_tui.errors import UnfitError
+
+Key = tuple[str, str]
+Progress = Callable[[float, float, str], None]
+
+#: Bytes that must stay free beside what is packed: scratch for one layer and for activations.
+HEADROOM_BYTES: Final = 64 << 20
+
+
+class WeightStore:
+    """Holds what is packed. ``own``: weights that the skeleton holds on the device itself (tied heads, models held in
+    memory): they are used instead of the masters."""
+
+    def __init__(
+        self, masters: Masters, device: torch.device, budget_bytes: int | None, own: Mapping[str, Tensor]
+    ) -> None:
+        self.masters, self.device, self.budget_bytes = masters, device, budget_bytes
+        self._own = own
+        self._entries: OrderedDict[Key, Packed] = OrderedDict()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    def get(self, key: Key) -> Packed:
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    @property
+    def nbytes(self) -> int:
+        """Everything held, dense masters in use included, the model's own (tied) tensors not."""
+        return sum(
+            p.nbytes for (name, _), p in self._entries.items() if p.ours or f"{name}.weight" not in self._own
+        )
+
+    @property
+    def packed_bytes(self) -> int:
+        """What this store itself allocated; the budget is on this."""
+        return sum(p.nbytes for p in self._entries.values() if p.ours)
+
+    def new_bytes(self, wanted: Mapping[Key, tuple[Layer, Spec]]) -> int:
+        """Bytes that packing what is missing will allocate."""
+        return sum(
+            spec.nbytes
+            for key, (layer, spec) in wanted.items()
+            if key not in self and not self.shares(layer, spec)
+        )
+
+    def shares(self, layer: Layer, spec: Spec) -> bool:
+        """True where the dense weight is the master (or the model's own tensor) itself and costs nothing."""
+        if not spec.fmt.dense or spec.stored_dtype != spec.dtype:
+            return False
+        return layer.parameter in self._own or self.device.type == "cpu"
+
+    def check_fit(self, new_bytes: int, live: Iterable[Key], free_bytes: int | None) -> None:
+        """Make room under the budget by dropping what no live arm uses. Raises UnfitError before anything is packed."""
+        if not new_bytes:
+            return
+        keep = set(live)
+        if self.budget_bytes is not None:
+            for key in [k for k, p in self._entries.items() if k not in keep and p.ours]:
+                if self.packed_bytes + new_bytes <= self.budget_bytes:
+                    break
+                del self._entries[key]
+            if self.packed_bytes + new_bytes > self.budget_bytes:
+                raise UnfitError(
+                    f"does not fit: {_mb(new_bytes)} of weights to pack, {_mb(self.packed_bytes)} in use,"
+                    f" the budget is {_mb(self.budget_bytes)}",
+                    "raise the weight budget, or let go of the other policy",
+                )
+        while free_bytes is not None and new_bytes + HEADROOM_BYTES > free_bytes:
+            key = next((k for k, p in self._entries.items() if k not in keep and p.ours), None)
+            if key is None:
+                raise UnfitError(
+                    f"does not fit: {_mb(new_bytes)} of weights to pack, {_mb(free_bytes)} free",
+                    "close other programs, or choose a policy with fewer bytes",
+                )
+            free_bytes += self._entries.pop(key).nbytes
+
+    def pack_missing(
+        self,
+        wanted: Mapping[Key, tuple[Layer, Spec]],
+        progress: Progress,
+        cancelled: Callable[[], bool],
+    ) -> int:
+        """Pack what is not there. Returns how many layers were packed. Raises Cancelled; what is done stays."""
+        missing = [(key, layer, spec) for key, (layer, spec) in wanted.items() if key not in self]
+        total = float(sum(spec.nbytes for _, _, spec in missing))
+        done = 0.0
+        for key, layer, spec in missing:
+            progress(done, total, f"{spec.fmt.label} {layer.name}")
+            self._entries[key] = pack(spec, self.master(layer), self.device, cancelled)
+            done += spec.nbytes
+        if missing:
+            progress(total, total, "packed")
+        return len(missing)
+
+    def master(self, layer: Layer) -> Tensor:
+        """[N, K] in the model's dtype, a view where the parameter is kept [K, N]."""
+        own = self._own.get(layer.parameter)
+        weight = own if own is not None else self.masters.get(layer.parameter)
+        return weight.t() if layer.conv1d else weight
+
+    def keep_only(self, keys: Iterable[Key]) -> None:
+        keep = set(keys)
+        for key in [k for k in self._entries if k not in keep]:
+            del self._entries[key]
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
