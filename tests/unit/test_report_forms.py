@@ -47,9 +47,9 @@ def three(tmp_path: Path, make_run: Any, meta: dict[str, Any]) -> Comparison:
 
 
 def golden(name: str, text: str) -> None:
-    """Equal to the stored file. PDQ_UPDATE_GOLDEN=1 writes it anew: look at the difference before it is committed."""
+    """Equal to the stored file. UPDATE_GOLDEN=1 writes it anew: look at the difference before it is committed."""
     path = GOLDEN / name
-    if os.environ.get("PDQ_UPDATE_GOLDEN"):
+    if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8")
 
