@@ -32,8 +32,8 @@ from pdq_tui.store.figures import FIGURES, Figure
 from pdq_tui.store.setup import DIFFERS, MEMORY, SPEED, SetupCheck, setup_checks
 from pdq_tui.store.snapshot import Snapshot
 
-#: No word about memory that is sampled from outside (RSS) below this difference: its readings scatter.
-SAMPLED_MEMORY_EFFECT: Final = 0.05
+#: No word below this difference about memory read from outside, as the process's resident set: it scatters.
+RESIDENT_MEMORY_EFFECT: Final = 0.05
 _UTILIZATION: Final = ("prefill_mfu", "prefill_explained", "bandwidth_gbps", "mbu", "decode_explained")
 _RESAMPLES: Final = 1000
 
@@ -262,6 +262,10 @@ def _word(a: float | None, b: float | None, effect: float, better: str | None) -
     return judge(Interval(d, d, d, 1), math.log1p(effect), better)
 
 
+def _resident(method: str) -> bool:
+    return any(word in method.lower() for word in ("rss", "resident set", "vmhwm"))
+
+
 def _memory_row(
     a: Snapshot,
     b: Snapshot,
@@ -271,8 +275,8 @@ def _memory_row(
     spoiled: str,
 ) -> Row:
     one, two = stats[0][metric], stats[1][metric]
-    sampled = any("rss" in str(s.arm.get("memory_method") or "").lower() for s in (a, b))
-    word = _word(one.median, two.median, max(min_effect, SAMPLED_MEMORY_EFFECT if sampled else 0), "lower")
+    resident = any(_resident(str(s.arm.get("memory_method") or "")) for s in (a, b))
+    word = _word(one.median, two.median, max(min_effect, RESIDENT_MEMORY_EFFECT if resident else 0), "lower")
     reason = one.reason if one.median is None else two.reason if two.median is None else None
     if spoiled:
         word, reason = UNSURE, spoiled
@@ -285,7 +289,7 @@ def _memory_row(
         percent=_percent(one.median, two.median),
         ci95=None,
         judgement=word,
-        method="sampled" if sampled else "single pass",
+        method="resident set" if resident else "single pass",
         flagged=bool(spoiled),
         reason=reason,
     )

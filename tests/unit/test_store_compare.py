@@ -215,11 +215,11 @@ def test_a_missing_part_is_unknown_and_no_crash(snap: Any) -> None:
     assert rows(c)["stored_bytes"].reason == "not in both snapshots"
 
 
-def test_sampled_memory_needs_a_larger_difference(snap: Any) -> None:
+def test_memory_read_from_outside_needs_a_larger_difference(snap: Any) -> None:
     def rss(more: int) -> Callable[[Any], None]:
         def change(e: Any) -> None:
             if isinstance(e, p.Request):
-                e.memory_method = "RSS sampled each 10 ms"
+                e.memory_method = "VmHWM, reset for each stage"
                 e.decode_peak_bytes = 400_000_000 + (more if e.arm == "int4" else 0)
 
         return change
@@ -227,7 +227,7 @@ def test_sampled_memory_needs_a_larger_difference(snap: Any) -> None:
     small = rows(compare(snap(SPEED, run="20260101T000000Z-aaaa", blocks=3, change=rss(8_000_000))))
     large = rows(compare(snap(SPEED, run="20260102T000000Z-bbbb", blocks=3, change=rss(80_000_000))))
     assert (small["decode_peak_bytes"].judgement, large["decode_peak_bytes"].judgement) == ("same", "worse")
-    assert small["decode_peak_bytes"].method == "sampled"
+    assert small["decode_peak_bytes"].method == "resident set"
 
 
 def test_a_comparison_needs_two_different_snapshots(snap: Any) -> None:
