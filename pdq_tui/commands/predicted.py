@@ -1,0 +1,59 @@
+"""Predictions of policies on a model directory, and their table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pdq_tui.commands.common import columns
+from pdq_tui.core.kernels import load_kernels
+from pdq_tui.core.policy import Policy
+from pdq_tui.core.predict import Prediction, predict
+from pdq_tui.core.shapes import read_shapes
+
+
+def predicted(policy: Policy, model: Path, device: str, prefill_rows: int, decode_rows: int) -> Prediction:
+    return predict(policy, read_shapes(model), load_kernels(device), prefill_rows, decode_rows)
+
+
+def table(predictions: Sequence[Prediction]) -> str:
+    head = (
+        "policy",
+        "stage",
+        "format",
+        "converted",
+        "bits/weight",
+        "MiB",
+        "stored MiB",
+        "extra MiB",
+        "kept MiB",
+    )
+    rows, notes = [], []
+    for p in predictions:
+        for stage, s in p.stages.items():
+            share = s.converted_parameters / s.total_parameters if s.total_parameters else 0.0
+            first = stage == "prefill"
+            rows.append(
+                (
+                    p.policy if first else "",
+                    stage,
+                    " + ".join(s.formats),
+                    f"{share:.1%}",
+                    "-" if s.bits_per_weight is None else f"{s.bits_per_weight:.2f}",
+                    mib(s.bytes),
+                    mib(p.stored_bytes) if first else "",
+                    mib(p.extra_bytes) if first else "",
+                    mib(p.kept_bytes) if first else "",
+                )
+            )
+            for left in s.left:
+                names = ", ".join(left.modules[:3]) + (" …" if len(left.modules) > 3 else "")
+                notes.append(f"{p.policy}, {stage}: {len(left.modules)} left ({names}): {left.reason}")
+    for p in predictions[:1]:
+        kv = "unknown: " + p.kv_reason if p.kv_bytes_per_token is None else f"{p.kv_bytes_per_token} bytes"
+        notes += [f"KV cache per token: {kv}", *p.notes]
+    return columns(rows, head) + "".join(f"- {note}\n" for note in notes)
+
+
+def mib(size: int) -> str:
+    return f"{size / 2**20:.1f}"

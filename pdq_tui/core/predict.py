@@ -1,0 +1,158 @@
+"""What a policy will store and convert on a model, from shapes alone. The engine's plan, with weights and device at
+hand, has the last word; this one needs neither."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from pdq_tui.core.kernels import Capability, KernelTable
+from pdq_tui.core.policy import GROUP_SIZES, STAGES, Format, Policy, Stage
+from pdq_tui.core.shapes import Linear, Shapes
+
+_DTYPE: Final = {2: "bf16", 4: "fp32"}
+
+
+class Left(msgspec.Struct, frozen=True):
+    """Layers that stay in the model's dtype though the stage names another format, and why."""
+
+    modules: tuple[str, ...]
+    parameters: int
+    reason: str
+
+
+class StagePrediction(msgspec.Struct, frozen=True):
+    """``bits_per_weight``: over the converted parameters; None where nothing is converted."""
+
+    bytes: int
+    converted_parameters: int
+    total_parameters: int
+    formats: dict[str, int]
+    left: tuple[Left, ...]
+    bits_per_weight: float | None
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """All bytes of one policy on one model. ``extra_bytes``: stored minus the larger stage alone; ``kept_bytes``: what
+    no policy touches (embeddings, norms, biases, a tied head)."""
+
+    policy: str
+    model: str
+    device: str
+    storage: str
+    stored_bytes: int
+    extra_bytes: int
+    kept_bytes: int
+    kv_bytes_per_token: int | None
+    kv_reason: str
+    stages: dict[str, StagePrediction]
+    notes: tuple[str, ...]
+
+
+def predict(
+    policy: Policy, shapes: Shapes, table: KernelTable, prefill_rows: int, decode_rows: int
+) -> Prediction:
+    """Bytes and coverage of ``policy``. Rows: tokens in one call of each stage (prompt length × batch, batch)."""
+    capability = Capability(kind=table.device, sm=(9, 0) if table.device == "cuda" else None)
+    stored: dict[tuple[str, str], int] = {}
+    stages: dict[str, StagePrediction] = {}
+    for stage in STAGES:
+        rows = prefill_rows if stage == "prefill" else decode_rows
+        stages[stage], packed = _stage(policy, stage, shapes, table, capability, rows)
+        stored |= packed
+    total = sum(stored.values())
+    notes = [f"{len(shapes.fused)} fused weights (experts) stay as they are"] if shapes.fused else []
+    notes.append("from shapes alone: the engine's plan with the real device has the last word")
+    return Prediction(
+        policy=policy.name,
+        model=shapes.path,
+        device=table.device,
+        storage=policy.storage,
+        stored_bytes=total,
+        extra_bytes=total - max(s.bytes for s in stages.values()),
+        kept_bytes=shapes.other_bytes,
+        kv_bytes_per_token=shapes.kv_bytes_per_token,
+        kv_reason=shapes.kv_reason,
+        stages=stages,
+        notes=tuple(notes),
+    )
+
+
+def _stage(
+    policy: Policy, stage: Stage, shapes: Shapes, table: KernelTable, capability: Capability, rows: int
+) -> tuple[StagePrediction, dict[tuple[str, str], int]]:
+    packed: dict[tuple[str, str], int] = {}
+    formats: dict[str, int] = {}
+    left: dict[str, list[Linear]] = {}
+    converted = converted_bytes = 0
+    for layer in shapes.linears:
+        wanted = policy.format_for(layer.name, stage)
+        used, reason = _fit(wanted, policy, layer, shapes, table, capability, rows)
+        if reason is None and used.dense and not policy.stage(stage).format.dense:
+            reason = "kept in the model's dtype by the policy or, as the head, unless named"
+        if reason is not None:
+            left.setdefault(reason, []).append(layer)
+        size = packed_bytes(used, layer.N, layer.K, shapes.dtype_bytes)
+        formats[used.label] = formats.get(used.label, 0) + layer.parameters
+        if not used.dense:
+            converted += layer.parameters
+            converted_bytes += size
+        if not (layer.tied and used.dense):  # a tied head is the embedding's bytes
+            packed[layer.name, used.storage_key] = size
+    prediction = StagePrediction(
+        bytes=sum(packed.values()),
+        converted_parameters=converted,
+        total_parameters=sum(x.parameters for x in shapes.linears) + sum(n for _, n in shapes.fused),
+        formats=formats,
+        left=tuple(
+            Left(tuple(x.name for x in layers), sum(x.parameters for x in layers), reason)
+            for reason, layers in left.items()
+        ),
+        bits_per_weight=8 * converted_bytes / converted if converted else None,
+    )
+    return prediction, packed
+
+
+def _fit(
+    wanted: Format,
+    policy: Policy,
+    layer: Linear,
+    shapes: Shapes,
+    table: KernelTable,
+    capability: Capability,
+    rows: int,
+) -> tuple[Format, str | None]:
+    """The format that this layer really gets, and why it is left in the model's dtype if it is."""
+    if wanted.dense:
+        return wanted, None
+    dtype = _DTYPE.get(shapes.dtype_bytes, "bf16")
+    tried = [wanted]
+    if wanted.group_size and policy.on_misfit == "smaller-group":
+        tried += [
+            Format(wanted.weights, wanted.activations, g)
+            for g in sorted(GROUP_SIZES, reverse=True)
+            if g < wanted.group_size
+        ]
+    reason = f"in_features {layer.K} is not divisible by a group of {wanted.group_size}"
+    for fmt in tried:
+        if fmt.group_size and layer.K % fmt.group_size and policy.on_misfit != "pad":
+            continue
+        k = layer.K + (-layer.K % fmt.group_size if fmt.group_size else 0)
+        choice = table.choose(fmt, layer.N, k, rows, dtype, capability)
+        if choice.candidate is not None:
+            return fmt, None
+        reason = choice.reasons[-1]
+    return Format(), reason
+
+
+def packed_bytes(fmt: Format, N: int, K: int, dtype_bytes: int) -> int:
+    """Stored bytes of one weight [N, K]: int8 with a scale an output channel, int4 with a scale and a zero point for
+    each group of columns; scales in the model's dtype."""
+    if fmt.weights == "int8":
+        return N * K + N * dtype_bytes
+    if fmt.weights == "int4":
+        k = K + (-K % fmt.group_size)
+        return N * k // 2 + k // fmt.group_size * N * 2 * dtype_bytes
+    width = {"fp16": 2, "fp32": 4}.get(fmt.weights, dtype_bytes)
+    return N * K * width
