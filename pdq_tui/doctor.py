@@ -1,1 +1,327 @@
-"""What this machine can do for pdq-tui, line by line: ok, warn or fail, and what to do about it."""
+"""What this machine can do for pdq-tui, line by line: ok, warn or fail, and what to do about it.
+
+Fail means that the program cannot do its work here; warn, that something is missing and the rest goes on. Nothing
+heavy is imported here: what torch knows is asked in a child process, what the sensors know in theirs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from pdq_tui import locations
+from pdq_tui.core.catalog import policies
+from pdq_tui.core.kernels import Capability, load_kernels
+from pdq_tui.core.policy import Format
+from pdq_tui.core.protocol import (
+    ProtocolError,
+    SensorSample,
+    SensorState,
+    Shutdown,
+    UnknownTypeError,
+    decode_event,
+    encode,
+)
+from pdq_tui.errors import PdqError
+from pdq_tui.host import demo
+from pdq_tui.host.process import worker_environment
+from pdq_tui.host.runs import leftovers
+from pdq_tui.host.supervisor import SENSORS_ARGV
+
+Status = Literal["ok", "warn", "fail"]
+
+NEEDED: Final = ("torch", "transformers", "safetensors", "textual", "polars", "msgspec", "psutil")
+USEFUL: Final = {
+    "accelerate": "some models need it to load",
+    "gguf": "GGUF files, the demo model's among them, need it",
+    "nvidia-ml-py": "without it there are no GPU sensors",
+}
+ENGINE_TIMEOUT_S: Final = 180.0
+SENSORS_TIMEOUT_S: Final = 6.0
+#: A demo model, converted, and a run: less than this is worth a word.
+FREE_BYTES: Final = 1_000_000_000
+_FORMATS: Final = (
+    Format(),
+    Format("int8"),
+    Format("int8", "int8"),
+    Format("int4", "model", 64),
+)
+
+#: Run by a child: the engine's own device, seen through the engine's own eyes. Its last line of output is JSON.
+_ENGINE: Final = """
+import json, os, sys
+out = os.dup(1); os.dup2(2, 1)
+import msgspec
+from pdq_tui.engine.device import open_device
+from pdq_tui.engine.kernels import capability
+from pdq_tui.errors import PdqError
+try:
+    device = open_device(sys.argv[1])
+    body = {"info": msgspec.to_builtins(device.info()), "capability": msgspec.to_builtins(capability(device))}
+except PdqError as error:
+    body = {"error": error.message, "hint": error.hint}
+os.write(out, json.dumps(body).encode())
+"""
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One line. ``advice`` is None where there is nothing to do."""
+
+    group: str
+    status: Status
+    text: str
+    advice: str | None = None
+
+
+def examine(device: str = "auto") -> Iterator[Check]:
+    """All checks, each as soon as it is known; the first seconds go to importing torch in a child."""
+    yield from versions()
+    yield from paths()
+    yield from policy_files()
+    yield from terminal(os.environ, sys.stdout.isatty(), sys.stdout.encoding)
+    yield from left_behind()
+    yield from sensors()
+    yield from engine(device)
+
+
+def versions() -> Iterator[Check]:
+    yield Check("versions", "ok", f"Python {platform.python_version()} on {platform.platform()}")
+    for name in NEEDED:
+        found = _version(name)
+        if found is None:
+            yield Check("versions", "fail", f"{name} is not installed", "install pdq-tui again (make run)")
+        else:
+            yield Check("versions", "ok", f"{name} {found}")
+    for name, why in USEFUL.items():
+        found = _version(name)
+        if found is None:
+            yield Check("versions", "warn", f"{name} is not installed: {why}", f"pip install {name}")
+        else:
+            yield Check("versions", "ok", f"{name} {found}")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def paths() -> Iterator[Check]:
+    """Whether what must be written can be, without leaving anything behind."""
+    for name, path in (
+        ("settings", locations.config_dir()),
+        ("runs", locations.runs_dir()),
+        ("cache", locations.cache_dir()),
+    ):
+        there = next(p for p in (path, *path.parents) if p.exists())
+        try:
+            with tempfile.TemporaryFile(dir=there):
+                pass
+        except OSError as error:
+            advice = "results are kept in memory and a temporary directory: set PDQ_HOME, or give --dir"
+            yield Check("paths", "warn", f"{name}: {path} cannot be written: {error.strerror}", advice)
+            continue
+        free = shutil.disk_usage(there).free
+        if free < FREE_BYTES:
+            text = f"{name}: {path} has {free / 1e6:.0f} MB free"
+            yield Check("paths", "warn", text, "make room, or set PDQ_HOME to another disk")
+        else:
+            yield Check("paths", "ok", f"{name}: {path}, {free / 1e9:.0f} GB free")
+    if demo.fetched():
+        yield Check("paths", "ok", f"demo model: {demo.model_dir()}")
+    else:
+        yield Check("paths", "ok", "demo model: not fetched yet (93 MB by pip, when it is first asked for)")
+
+
+def policy_files() -> Iterator[Check]:
+    entries = policies()
+    for entry in entries.values():
+        if entry.error is not None:
+            yield Check("policies", "warn", f"{entry.name} is damaged: {entry.error}", "correct the file")
+    good = sum(entry.policy is not None for entry in entries.values())
+    if good:
+        yield Check("policies", "ok", f"{good} policies")
+    else:
+        yield Check("policies", "fail", "there is not one policy", "install pdq-tui again")
+
+
+def terminal(environment: Mapping[str, str], is_terminal: bool, encoding: str | None) -> Iterator[Check]:
+    term = environment.get("TERM", "")
+    if not is_terminal:
+        yield Check("terminal", "ok", "stdout is no terminal: the app needs one, `pdq-tui run` does not")
+        return
+    if term in ("", "dumb", "unknown"):
+        yield Check(
+            "terminal", "warn", f"TERM={term}: the app cannot draw here", "use `pdq-tui run`, or set TERM"
+        )
+        return
+    size = shutil.get_terminal_size()
+    if size.columns < 60 or size.lines < 20:
+        yield Check(
+            "terminal", "warn", f"{size.columns}x{size.lines} is too small", "at least 60x20, best 120x36"
+        )
+    else:
+        yield Check("terminal", "ok", f"TERM={term}, {size.columns}x{size.lines}")
+    if "utf" in (encoding or "").lower():
+        yield Check("terminal", "ok", f"encoding {encoding}")
+    else:
+        yield Check("terminal", "warn", f"encoding {encoding}: drawn in ASCII", "set LANG to a UTF-8 locale")
+    if environment.get("COLORTERM") in ("truecolor", "24bit"):
+        yield Check("terminal", "ok", "24-bit colour")
+    else:
+        yield Check(
+            "terminal", "ok", "no 24-bit colour announced (COLORTERM): the terminal's own palette is used"
+        )
+
+
+def left_behind() -> Iterator[Check]:
+    for leftover in leftovers():
+        yield Check("workers", "warn", leftover.text, f"end it with: kill {leftover.pid}")
+
+
+def sensors() -> Iterator[Check]:
+    """Start the sensors' process, and read what it says first."""
+    try:
+        state, sample = _ask_sensors()
+    except OSError as error:
+        yield Check("sensors", "fail", f"the sensors' process cannot be started: {error}")
+        return
+    if state is None:
+        yield Check(
+            "sensors",
+            "warn",
+            f"no answer within {SENSORS_TIMEOUT_S:.0f} s",
+            "the driver may hang: try nvidia-smi; measuring goes on without sensors",
+        )
+    else:
+        status: Status = "ok" if state.nvml in ("ok", "absent") else "warn"
+        yield Check("sensors", status, state.text or f"NVML: {state.nvml}, {state.gpus} GPUs", state.hint)
+    for gpu in sample.gpus if sample is not None else ():
+        missing = ", ".join(f"{name} ({why})" for name, why in gpu.missing.items())
+        text = f"GPU {gpu.index} {gpu.name or ''}".rstrip()
+        yield Check(
+            "sensors", "ok", f"{text}: {'all fields' if not missing else 'not available: ' + missing}"
+        )
+
+
+def _ask_sensors() -> tuple[SensorState | None, SensorSample | None]:
+    state: SensorState | None = None
+    sample: SensorSample | None = None
+    process = subprocess.Popen(
+        SENSORS_ARGV,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=worker_environment(),
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        end = time.monotonic() + SENSORS_TIMEOUT_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            rest = b""
+            while (state is None or sample is None) and time.monotonic() < end:
+                if not selector.select(timeout=0.2):
+                    continue
+                chunk = os.read(process.stdout.fileno(), 65536)
+                if not chunk:
+                    break
+                *found, rest = (rest + chunk).split(b"\n")
+                for line in found:
+                    event = _decoded(line)
+                    state = event if isinstance(event, SensorState) else state
+                    sample = event if isinstance(event, SensorSample) else sample
+        process.stdin.write(encode(Shutdown()))
+        process.stdin.close()
+    except BrokenPipeError:
+        pass  # it has ended already; what it said counts
+    finally:
+        try:
+            process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+    return state, sample
+
+
+def _decoded(line: bytes) -> Any:
+    try:
+        return decode_event(line)
+    except (ProtocolError, UnknownTypeError):
+        return None
+
+
+def engine(device: str) -> Iterator[Check]:
+    """torch's view of the device, and which kernels fit each format there."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-P", "-c", _ENGINE, device],
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=worker_environment(),
+            timeout=ENGINE_TIMEOUT_S,
+        )
+        body = json.loads(child.stdout)
+    except subprocess.TimeoutExpired:
+        text = f"torch was not there after {ENGINE_TIMEOUT_S:.0f} s"
+        yield Check("engine", "fail", text, "the disk or the driver may hang")
+        return
+    except ValueError:
+        last = child.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+        text = f"the engine cannot be imported (exit {child.returncode}): {''.join(last)}"
+        yield Check("engine", "fail", text, "install pdq-tui again (make run)")
+        return
+    if "error" in body:
+        yield Check("engine", "fail", body["error"], body["hint"])
+        return
+    info = body["info"]
+    memory = f", {info['memory_bytes'] / 2**30:.1f} GiB" if info.get("memory_bytes") else ""
+    threads = f", {info['threads']} threads ({info['threads_reason']})" if info["kind"] == "cpu" else ""
+    yield Check("engine", "ok", f"device {info['kind']}: {info['name']}{memory}{threads}")
+    if info["kind"] == "cpu" and info.get("cpu") and info["cpu"] != info["name"]:
+        yield Check("engine", "ok", f"CPU {info['cpu']}")
+    yield from kernels(msgspec.convert(body["capability"], Capability))
+
+
+def kernels(capability: Capability, dtype: str = "bf16") -> Iterator[Check]:
+    """Per format, the kernels whose limits this device meets; layers have limits of their own."""
+    try:
+        table = load_kernels(capability.kind)
+    except PdqError as error:
+        yield Check("kernels", "fail", error.message, error.hint)
+        return
+    has = ", ".join(capability.features) or "none of avx2, avx512, bf16, vnni, amx"
+    if capability.kind == "cpu":
+        yield Check("kernels", "ok", f"CPU arithmetic: {has}")
+    for fmt in _FORMATS:
+        fits = [c for c in table.of(fmt) if c.misfit(capability, dtype) is None]
+        if fits:
+            ranked = sorted(fits, key=lambda c: (c.rank, c.name))
+            yield Check("kernels", "ok", f"{fmt.label}: {', '.join(c.name for c in ranked)}")
+        else:
+            reasons = {str(c.misfit(capability, dtype)) for c in table.of(fmt)} or {"no kernel is known"}
+            yield Check(
+                "kernels", "warn", f"{fmt.label}: {'; '.join(sorted(reasons))}", "use another format here"
+            )
+    if _version("pdq-tui") is not None and not locations.shipped("kernels_cfg").is_dir():
+        yield Check(
+            "kernels", "fail", f"{Path(locations.shipped('kernels_cfg'))} is missing", "install again"
+        )

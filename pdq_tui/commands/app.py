@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -143,5 +145,14 @@ def need_terminal(model: str) -> None:
         return
     raise UsageError(
         f"{why}: the app cannot open; without a screen the same is measured by "
-        f"`pdq-tui run {model} --policy bf16 --policy w8a8-prefill-int4-decode`"
+        f"`{as_called()} run {model} --policy bf16 --policy w8a8-prefill-int4-decode`"
     )
+
+
+def as_called() -> str:
+    """How the person would start this program again: its name where that is found, else its path."""
+    found = shutil.which("pdq-tui")
+    called = Path(sys.argv[0])
+    if called.name != "pdq-tui" or (found is not None and Path(found).resolve() == called.resolve()):
+        return "pdq-tui"
+    return os.path.relpath(called) if called.is_absolute() else str(called)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Annotated
 
@@ -125,6 +126,8 @@ def run(
     say(f"run {where.id}: {', '.join(p.name for p in policies)} on {model}", level=1)
     code = OK
     failure: PdqError | None = None
+    # A polite end from outside (timeout, a batch system) keeps the results like Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = measure(
             load,
