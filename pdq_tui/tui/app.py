@@ -1,4 +1,4 @@
-"""The app: screens as modes, the keys that work everywhere, start, quit, snapshots, themes."""
+"""The app: its screens, the keys that work everywhere, start, quit, snapshots, themes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from textual import work
 from textual.app import App
 from textual.binding import Binding, BindingType
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
 
 from pdq_tui import errors
 from pdq_tui.core.policy import Policy
@@ -80,10 +80,6 @@ class Options:
     keys: dict[str, str] = field(default_factory=dict)
 
 
-def _live() -> Screen[Any]:
-    return LiveScreen()
-
-
 def _compare() -> Screen[Any]:
     from pdq_tui.tui.compare import CompareScreen  # polars comes with it, once somebody compares
 
@@ -110,10 +106,10 @@ class PdqApp(App[int]):
 
     CSS_PATH = "pdq.tcss"
     TITLE = "pdq"
-    MODES: ClassVar[dict[str, str | Callable[[], Screen[Any]]]] = {
-        "live": _live, "compare": _compare, "policies": _policies, "log": _log,
+    #: Made when first shown, then kept with what they hold.
+    SCREENS: ClassVar[dict[str, Callable[[], Screen[Any]]]] = {
+        "live": LiveScreen, "compare": _compare, "policies": _policies, "log": _log,
     }  # fmt: skip
-    DEFAULT_MODE = "live"
     BINDINGS: ClassVar[list[BindingType]] = list(keys.APP)
     COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {PdqCommands}
     ENABLE_COMMAND_PALETTE = True
@@ -130,6 +126,7 @@ class PdqApp(App[int]):
         self._cancelled = threading.Event()
         self._interrupted_at: float | None = None
         self._leaving = False
+        self.showing = "live"
         for each in theme.THEMES:
             self.register_theme(each)
         keys.check(options.keys, known_ids())
@@ -151,6 +148,7 @@ class PdqApp(App[int]):
 
     def on_mount(self) -> None:
         self.animation_level = "none"
+        self.push_screen("live")
         if not self.is_headless:
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGHUP):
@@ -199,10 +197,11 @@ class PdqApp(App[int]):
 
     # -- keys ----------------------------------------------------------------------------------------------------------------
 
-    def action_go(self, mode: str) -> None:
-        if isinstance(self.screen, _modal()):
-            return
-        self.switch_mode(mode)
+    async def action_go(self, name: str) -> None:
+        """Show one of the screens; a dialog is answered first."""
+        if not isinstance(self.screen, ModalScreen) and name != self.showing:
+            self.showing = name
+            await self.switch_screen(name)
 
     def action_help(self) -> None:
         from pdq_tui.tui.help import HelpScreen
@@ -238,8 +237,7 @@ class PdqApp(App[int]):
 
     async def run_on_live(self, action: str) -> None:
         """Do one of the live screen's actions from wherever the palette was opened."""
-        if self.current_mode != "live":
-            await self.switch_mode("live")
+        await self.action_go("live")
         screen = self.screen
         if isinstance(screen, LiveScreen):
             await self.run_action(action, screen)
@@ -316,12 +314,6 @@ def _with_source(load: Load, source: Path) -> Load:
     import msgspec
 
     return msgspec.structs.replace(load, source=str(source))
-
-
-def _modal() -> type[Screen[Any]]:
-    from textual.screen import ModalScreen
-
-    return ModalScreen
 
 
 def known_ids() -> list[str]:

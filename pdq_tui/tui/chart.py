@@ -38,13 +38,14 @@ class Chart(Widget, can_focus=True):
         self.picture = Picture()
         self.drawn: list[Row] = []
         self.drawn_size = (0, 0)
+        #: Title and subtitle as given; the widget's own properties hold them escaped.
+        self.frame = ("", "")
 
     def show(self, picture: Picture, title: str, subtitle: str = "") -> None:
         """Draw ``picture`` in place of the last one; rows that come out the same are left alone."""
-        if str(self.border_title) != title:
-            self.border_title = Content(title)
-        if str(self.border_subtitle) != subtitle:
-            self.border_subtitle = Content(subtitle)
+        if self.frame != (title, subtitle):
+            self.frame = (title, subtitle)
+            self.border_title, self.border_subtitle = Content(title), Content(subtitle)
         if picture == self.picture and self.drawn:
             return
         self.picture = picture

@@ -39,7 +39,7 @@ APP: Final[tuple[Binding, ...]] = (
         "app.help",
         "keys of this screen and the formula of the focused panel",
     ),
-    _key("colon", "command_palette", "Palette", "app.palette", "find a command by its name (also ctrl+p)"),
+    _key("colon,ctrl+p", "command_palette", "Palette", "app.palette", "find a command by its name"),
     _key("e", "export", "Export", "app.export", "write what was measured as md, json, csv or parquet"),
     _key("y", "copy", "Copy", "app.copy", "copy this screen's figures (OSC 52) and save them as a file"),
     _key("T", "next_theme", "Theme", "app.theme", "next colour theme"),

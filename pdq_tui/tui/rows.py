@@ -43,13 +43,14 @@ class Rows(Widget):
         self.can_focus = focusable
         self.metric = metric
         self.rows: tuple[Row, ...] = ()
+        #: Title and subtitle as given; the widget's own properties hold them escaped.
+        self.frame = ("", "")
 
-    def show(self, rows: Iterable[Row], title: str | None = None, subtitle: str | None = None) -> None:
+    def show(self, rows: Iterable[Row], title: str = "", subtitle: str = "") -> None:
         """Replace the lines; those that stay the same are left alone."""
-        if title is not None and str(self.border_title) != title:
-            self.border_title = Content(title)
-        if subtitle is not None and str(self.border_subtitle) != subtitle:
-            self.border_subtitle = Content(subtitle)
+        if self.frame != (title, subtitle):
+            self.frame = (title, subtitle)
+            self.border_title, self.border_subtitle = Content(title), Content(subtitle)
         before, self.rows = self.rows, tuple(rows)
         if before == self.rows:
             return
