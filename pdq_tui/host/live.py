@@ -221,12 +221,6 @@ class LiveSession:
                     engine.arms_settled.add(e.arm)
             case p.ArmRefused():
                 self._refused(e.arm, e.policy)
-            case p.TaskEnded(task="pack", ok=False):
-                waiting = [a for a in engine.arms_sent if a not in engine.arms_settled]
-                named = [a for a in waiting if engine.arms_sent[a].name == e.label]
-                for arm in (named or waiting)[:1]:
-                    self.session.give_up(arm, "cancelled" if e.cancelled else e.text or "packing failed")
-                    self._refused(arm, engine.arms_sent[arm].name)
             case p.WorkloadReady():
                 engine.workload_ready = engine.workload_sent is not None
             case p.RunEnded():
@@ -276,6 +270,8 @@ class LiveSession:
             return
         if not engine.load_sent:
             engine.load_sent = self.supervisor.send(self._load)
+            # The engine imports for seconds before it can say so itself.
+            self.session.apply(p.Progress(task="load", label=self._load.model, done=0))
             return
         if not engine.model_ready:
             return

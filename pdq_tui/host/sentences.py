@@ -103,7 +103,7 @@ def _workload_ready(event: WorkloadReady) -> list[Line]:
 def failure_sentence(failure: Failure) -> str:
     """A failure with its stage and, for memory, the wanted and the free bytes."""
     text = failure.message
-    if failure.stage and failure.stage not in text:
+    if failure.stage and failure.kind in ("oom", "device") and failure.stage not in text:
         text += f" in {failure.stage}"
     sizes = [
         f"{value / 2**30:.2f} GiB {word}"
