@@ -409,7 +409,10 @@ class Note(Message):
 
 
 class Failure(Message):
-    """``kind``: usage, model, oom, device, internal. After ``fatal`` the worker ends and is replaced."""
+    """``kind``: usage, model, oom, device, internal. After ``fatal`` the worker ends and is replaced.
+
+    ``exit_code``: of the error behind it, where it was one for people (``errors.PdqError``).
+    """
 
     kind: str
     message: str
@@ -419,6 +422,7 @@ class Failure(Message):
     free_bytes: int | None = None
     fatal: bool = False
     detail: str = ""
+    exit_code: int | None = None
 
 
 class Dropped(Message):

@@ -248,7 +248,8 @@ class _Driver:
             case p.Failure(fatal=True):
                 return  # its end follows, and tells both
             case p.Failure():
-                raise PdqError(failure_sentence(e), e.hint, EXIT_CODES.get(e.kind, FAILED))
+                code = e.exit_code if e.exit_code is not None else EXIT_CODES.get(e.kind, FAILED)
+                raise PdqError(failure_sentence(e), e.hint, code)
             case p.WorkerExited(role="engine"):
                 if self.interrupted:
                     raise _InterruptedEarlyError
