@@ -112,7 +112,7 @@ class Bench:
         self.model = model
         self.scratch = scratch
         self.command = str(Path(sys.executable).with_name("pdq-tui"))
-        self.env = {k: v for k, v in os.environ.items() if not k.startswith("PDQ_") and k != "NO_COLOR"}
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("PDQ_", "PYTHON")) and k != "NO_COLOR"}
         self.env |= {
             "PDQ_HOME": os.environ.get("PDQ_HOME", str(ROOT / ".venv" / "demo-home")),
             "TERM": "xterm-256color",
