@@ -22,10 +22,12 @@ from pdq_tui.core.stats import (
     Interval,
     Ratio,
     block_interval,
+    careful,
     holm_alphas,
     judge,
     threshold,
     two_sided_p,
+    unsure_reason,
 )
 
 #: One block's requests by contender: (arm, is the control).
@@ -194,7 +196,7 @@ def _arm_ratios(
         elif provisional and len(d) < LOOKS[0]:
             reason = f"{len(d)} of {LOOKS[0]} blocks"
         elif word == UNSURE:
-            reason = "the interval neither leaves the threshold nor lies inside it"
+            reason = unsure_reason(interval, threshold(min_effect, floor), min_effect)
         rows.append(
             Ratio(
                 reference=reference,
@@ -241,7 +243,8 @@ def _words(
     def one(metric: str, level: float) -> tuple[str, Interval | None]:
         interval = block_interval(found[metric], level)
         delta = threshold(min_effect, block_interval(control[metric]))
-        return judge(interval, delta, METRICS[metric].better), interval
+        word = judge(interval, delta, METRICS[metric].better)
+        return careful(word, delta, min_effect), interval
 
     if PRIMARY in found:
         words[PRIMARY] = one(PRIMARY, alpha)[0]

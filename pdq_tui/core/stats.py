@@ -30,6 +30,10 @@ MEDIAN_CI_MIN: Final = 6
 P99_MIN: Final = 1000
 P99_CI_MIN: Final = 368
 
+#: Where the noise here exceeds this, two arms cannot be told apart, which is not the same as being the same.
+SAME_LIMIT: Final = 0.05
+TOO_WIDE: Final = "the interval is too wide"
+
 BETTER: Final = "better"
 WORSE: Final = "worse"
 SAME: Final = "same"
@@ -292,6 +296,20 @@ def judge(interval: Interval | None, delta: float, better: str | None) -> str:
     if -delta < interval.low and interval.high < delta:
         return SAME
     return UNSURE
+
+
+def careful(word: str, delta: float, min_effect: float) -> str:
+    """ "same" becomes "unsure" where ``delta`` was widened by noise beyond 5 % (or the least effect, if larger): with
+    two noisy blocks everything would be the same."""
+    return UNSURE if word == SAME and delta > math.log1p(max(min_effect, SAME_LIMIT)) else word
+
+
+def unsure_reason(interval: Interval, delta: float, min_effect: float) -> str:
+    """Why a measured difference is unsure: noise that hides it, or an interval that is too wide."""
+    inside = -delta < interval.low and interval.high < delta
+    if inside and delta > math.log1p(max(min_effect, SAME_LIMIT)):
+        return f"noise here hides differences up to {math.expm1(delta):.0%}"
+    return TOO_WIDE
 
 
 # -- Student's t -------------------------------------------------------------------------------------------------------

@@ -147,16 +147,21 @@ def _pair(c: Comparison, side: Side, diff_only: bool) -> Table:
     hidden = len(rows) - len(shown)
     if hidden:
         table.footer.append(f"{hidden} rows without a difference are not shown")
-    reasons = list(
-        dict.fromkeys(
-            f"{r.short}: unsure ({r.reason})" for r in shown if r.reason and r.judgement == "unsure"
-        )
-    )
+    reasons = _by_reason([(r.short, r.reason) for r in shown if r.judgement == "unsure"])
     table.footer += reasons
     methods = sorted({f"{r.method} ({r.blocks})" for r in shown if r.blocks})
     if methods:
         table.footer.append(f"speed rows: {', '.join(methods)}")
     return table
+
+
+def _by_reason(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
+    """One line a reason: "E2E, TTFT: unsure (threads)"."""
+    grouped: dict[str, list[str]] = {}
+    for name, why in pairs:
+        if why:
+            grouped.setdefault(why, []).append(name)
+    return [f"{', '.join(names)}: unsure ({why})" for why, names in grouped.items()]
 
 
 def _overview(c: Comparison, diff_only: bool) -> Table:
@@ -316,8 +321,9 @@ def _ratio_tables(doc: Json) -> list[Table]:
                 f"{ARROWS.get(word, '')}{word}",
             ]
         )
-        if r.get("judgement_reason"):
-            table.footer.append(f"{r['arm']} {about(r['metric']).short}: {r['judgement_reason']}")
+    for arm in dict.fromkeys(r["arm"] for r in rows):
+        mine = [(about(r["metric"]).short, r.get("judgement_reason")) for r in rows if r["arm"] == arm]
+        table.footer += [f"{arm}: {line}" for line in _by_reason(mine)]
     table.footer.append("ratio is arm / reference of the metric as named: a time ratio below 1 is faster")
     return [table]
 
@@ -332,7 +338,8 @@ def facts(doc: Json) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if model:
         identity = model.get("revision") or str(model.get("sha256") or "")[:12]
-        size = f"{model['parameters'] / 1e6:.0f} M parameters" if model.get("parameters") else ""
+        count = model.get("parameters") or 0
+        size = f"{count / 1e6:.0f} M parameters" if count >= 1e6 else f"{count} parameters" if count else ""
         found.append(("model", _join(model.get("id"), model.get("dtype"), size, identity)))
     if device:
         memory = format_bytes(device["memory"]) if device.get("memory") else ""

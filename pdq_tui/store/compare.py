@@ -23,9 +23,11 @@ from pdq_tui.core.stats import (
     Interval,
     Ratio,
     Summary,
+    careful,
     judge,
     present,
     quantile,
+    unsure_reason,
 )
 from pdq_tui.errors import PdqError
 from pdq_tui.store.figures import FIGURES, Figure
@@ -358,8 +360,10 @@ def _unpaired(a: Snapshot, b: Snapshot, metric: str, min_effect: float) -> Ratio
         few = f"too few requests ({len(sides[0])} and {len(sides[1])})"
         word, reason = UNSURE, few
     else:
-        word = judge(interval, delta, METRICS[metric].better)
+        word = careful(judge(interval, delta, METRICS[metric].better), delta, min_effect)
         reason = "not interleaved: a drift between the runs is not cancelled"
+        if word == UNSURE:
+            reason = f"{unsure_reason(interval, delta, min_effect)}; {reason}"
     return Ratio(
         reference=a.label,
         arm=b.label,

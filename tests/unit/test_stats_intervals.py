@@ -16,6 +16,7 @@ from pdq_tui.core.stats import (
     Interval,
     autocorrelation,
     block_interval,
+    careful,
     holm_alphas,
     judge,
     quantile,
@@ -25,6 +26,7 @@ from pdq_tui.core.stats import (
     t_cdf,
     t_quantile,
     threshold,
+    unsure_reason,
 )
 
 FINITE = st.floats(min_value=-1e6, max_value=1e6)
@@ -217,6 +219,18 @@ def test_turning_the_comparison_round_turns_the_interval_round(d: list[float], a
 )
 def test_the_four_words(interval: tuple[float, float, float], better: str | None, word: str) -> None:
     assert judge(Interval(*interval, 10), 0.01, better) == word
+
+
+def test_noise_that_hides_everything_does_not_make_things_the_same() -> None:
+    wide = Interval(0.0, -0.5, 0.5, 2)
+    assert judge(wide, 2.0, "lower") == "same"
+    assert careful("same", 2.0, 0.01) == "unsure"
+    assert unsure_reason(wide, 2.0, 0.01) == "noise here hides differences up to 639%"
+    assert careful("same", math.log(1.04), 0.01) == "same"
+    assert (
+        careful("same", math.log(1.2), 0.2) == "same"
+    )  # the person said that 20 % is the least that matters
+    assert careful("better", 2.0, 0.01) == "better"
 
 
 def test_nothing_measured_is_unsure() -> None:
