@@ -340,6 +340,7 @@ def warnings(facts: Facts, labels: Sequence[str]) -> list[str]:
         out += _arm_warnings(facts, label)
     if facts.superseded:
         out.append(f"{facts.superseded} requests of an earlier workload or model are left out")
+    out += [f"{a}: policy {r.policy} was refused: {r.reason}" for a, r in facts.refused.items()]
     for end in facts.ended[-1:]:
         if end.reason != "done" and end.reason != "stopped":
             out.append(f"the run ended early ({end.reason}) after {end.blocks} blocks")

@@ -26,6 +26,7 @@ class Facts:
     load_peak_reason: str | None = None
     workload: p.WorkloadReady | None = None
     arms: dict[str, p.ArmReady] = field(default_factory=dict)
+    refused: dict[str, p.ArmRefused] = field(default_factory=dict)
     requests: list[p.Request] = field(default_factory=list)
     superseded: int = 0
     started: list[p.RunStarted] = field(default_factory=list)
@@ -82,6 +83,9 @@ def collect(events: Iterable[Any], since_ns: int | None = None) -> Facts:
                 f.workload = e
             case p.ArmReady():
                 f.arms[e.arm] = e
+                f.refused.pop(e.arm, None)
+            case p.ArmRefused():
+                f.refused[e.arm] = e
             case p.RunStarted():
                 f.started.append(e)
             case p.RunEnded():

@@ -113,11 +113,13 @@ def ratios(
 
     Only requests of the policy that an arm follows now (its last request's) are paired. ``ci95`` is the plain 95 %
     interval; the word follows Holm's levels for all but the primary metric. ``provisional``: live figures, whose words
-    appear only at the planned looks; between two looks the last decided word stands. ``conditions``: arm → what
+    appear only at the planned looks; between two looks the last decided word stands. Blocks of an endless loop are
+    always judged so, since it is a person who looks and stops. ``conditions``: arm → what
     differed while it was measured, which makes every word of it "unsure".
     """
     current = _current_policy(requests)
     blocks = blocks_of(current)
+    provisional = provisional or any(r.kind == "loop" and r.block is not None for r in current)
     rows: list[Ratio] = []
     for arm in arms:
         if arm == reference:

@@ -197,6 +197,7 @@ def test_left_out_requests_fallbacks_and_notes_are_warnings(make_run: Any, meta:
     used[0].first_use = True
     used[1].cancelled = True
     events.append(p.Note(level="warn", text="the disk is slow"))
+    events.append(p.ArmRefused(arm="int4", policy="int8", reason="does not fit"))
     events.append(p.RunEnded(reason="budget", requests=3, blocks=2))
     doc = run_document(meta, events)
     told = "\n".join(doc["warnings"])
@@ -204,6 +205,7 @@ def test_left_out_requests_fallbacks_and_notes_are_warnings(make_run: Any, meta:
         "decode of *.down_proj runs bf16 instead of int4 in 30 modules: K % 64",
         "1 first-use, 1 cancelled",
         "the disk is slow",
+        "policy int8 was refused: does not fit",
         "ended early (budget) after 2 blocks",
     ):
         assert words in told

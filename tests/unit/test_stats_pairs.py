@@ -180,6 +180,14 @@ def test_live_words_appear_only_at_the_planned_looks(make_run: Any) -> None:
     }
 
 
+def test_an_endless_loop_is_judged_at_the_planned_looks_whoever_asks(make_run: Any) -> None:
+    run = make_run({"A": (100, 50), "B": (50, 25)}, blocks=9, control=False)
+    loop = [msgspec.structs.replace(r, kind="loop") if r.block is not None else r for r in run.requests]
+    row = by_metric(ratios(loop, "A", ["A", "B"]))["e2e_ms"]
+    assert (row.judgement, row.reason) == ("unsure", "9 of 10 blocks")
+    assert row.ratio == pytest.approx(0.5, abs=0.01)
+
+
 def test_an_eager_gpu_run_gives_no_verdict(make_run: Any) -> None:
     run = make_run({"A": (100, 50), "B": (50, 25)})
     requests = [msgspec.structs.replace(r, eager_launch_bound=True) for r in run.requests]
