@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
 
 from pdq_tui.core.kernels import Candidate, Capability
 from pdq_tui.core.policy import Format
+
+_log = logging.getLogger(__name__)
 
 #: Seconds a probing child may take, its import of torch included.
 PROBE_TIMEOUT_S: Final = 120.0
@@ -44,34 +49,37 @@ def capability(device: HasCapability) -> Capability:
 
 
 def shape_class(N: int, K: int) -> tuple[int, int]:
-    """A small stand-in for [N, K] that takes the same paths: the powers of two up to 64 that divide it, kept."""
-    return _class(N), _class(K)
-
-
-def _class(size: int) -> int:
-    """The same residue modulo 64, at least 64 and at most 256."""
-    return size if size <= 192 else 128 + (size % 64 or 64)
+    """A small stand-in for [N, K] that takes the same paths of a kernel: the same residues modulo 64."""
+    return 128 + N % 64, 128 + K % 64
 
 
 class Prober:
-    """Runs candidates marked ``probe`` once in a child process per (kernel, dtype, shape class); remembers in memory."""
+    """Runs candidates marked ``probe`` once in a child process per (kernel, dtype, shape class).
 
-    def __init__(self) -> None:
+    Results are remembered in memory and, by torch version and instruction set, in ``file``, so that a machine pays for
+    the child once.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self._stamp = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
         self._known: dict[tuple[str, str, int, int], bool] = {}
 
     def broken(
-        self, wanted: Iterable[tuple[Candidate, Format, str, int, int]]
+        self, wanted: Iterable[tuple[Candidate, str, int, int]]
     ) -> dict[tuple[str, str, int, int], bool]:
-        """For (candidate, format, dtype name, N, K) → by (name, dtype, N, K): True where the child died or the result
-        was not finite or wrong. Candidates without ``probe`` are never broken."""
-        asked = [w for w in wanted if w[0].probe]
+        """For (candidate, dtype name, N, K) → by (name, dtype, N, K): True where the child died there or the result was
+        not finite or wrong."""
+        asked = list(wanted)
+        if not self._known:
+            self._known.update(self._recall())
         missing: dict[tuple[str, str, int, int], dict[str, Any]] = {}
-        for c, fmt, dtype, N, K in asked:
+        for c, dtype, N, K in asked:
             n, k = shape_class(N, K)
             if (c.name, dtype, n, k) not in self._known:
                 missing[c.name, dtype, n, k] = {
-                    "op": c.op, "layout": c.layout, "weights": fmt.weights, "activations": fmt.activations,
-                    "group_size": fmt.group_size, "dtype": dtype, "N": n, "K": k,
+                    "op": c.op, "layout": c.layout, "weights": c.weights, "activations": c.activations,
+                    "group_size": c.group_sizes[0] if c.group_sizes else 0, "dtype": dtype, "N": n, "K": k,
                 }  # fmt: skip
         todo = list(missing.items())
         while todo:
@@ -83,10 +91,35 @@ class Prober:
                 todo = todo[len(good) + 1 :]
             else:
                 todo = []
+        if missing:
+            self._remember()
         return {
-            (c.name, dtype, N, K): not self._known[c.name, dtype, *shape_class(N, K)]
-            for c, _, dtype, N, K in asked
+            (c.name, dtype, N, K): not self._known[(c.name, dtype, *shape_class(N, K))]
+            for c, dtype, N, K in asked
         }
+
+    def _recall(self) -> dict[tuple[str, str, int, int], bool]:
+        if self._file is None:
+            return {}
+        try:
+            stored = json.loads(self._file.read_text(encoding="utf-8"))
+            if stored["stamp"] != self._stamp:
+                return {}
+            return {(str(n), str(d), int(N), int(K)): bool(ok) for n, d, N, K, ok in stored["results"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}  # a cache that cannot be read is made again
+
+    def _remember(self) -> None:
+        if self._file is None:
+            return
+        body = {"stamp": self._stamp, "results": [[*key, ok] for key, ok in sorted(self._known.items())]}
+        part = self._file.with_suffix(f".{os.getpid()}.part")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(body), encoding="utf-8")
+            part.replace(self._file)
+        except OSError as error:
+            _log.info("probe results are not kept: %s", error)
 
 
 def _child(jobs: list[dict[str, Any]]) -> list[bool]:
@@ -102,7 +135,7 @@ def _child(jobs: list[dict[str, Any]]) -> list[bool]:
         )
         text = done.stdout
     except subprocess.TimeoutExpired as late:
-        text = late.stdout.decode() if isinstance(late.stdout, bytes) else (late.stdout or "")
+        text = late.stdout.decode() if late.stdout else ""
     return [line == "ok" for line in text.splitlines() if line in ("ok", "wrong")]
 
 

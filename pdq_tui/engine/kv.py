@@ -32,13 +32,13 @@ class KvShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-class _Layer(CacheLayerMixin):
+class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """What transformers asks of a layer; the tensors are slices of the one buffer."""
 
     is_sliding = False
 
     def __init__(self, owner: KvCache, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.owner = owner
         self.keys, self.values = keys, values
         self.is_initialized = True

@@ -6,8 +6,9 @@ the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -23,6 +24,9 @@ from pdq_tui.errors import UnfitError, UsageError
 
 #: Below this share of the weights converted, a policy that names another format than the model's is called partial.
 PARTIAL_BELOW = 0.5
+
+#: Candidate's name, dtype, N, K.
+ProbeKey = tuple[str, str, int, int]
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,9 @@ class Census:
 
 
 def take_census(model: PreTrainedModel) -> Census:
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     embedding = model.get_input_embeddings()
-    tied_weight = embedding.weight if embedding is not None else None
+    tied_weight = embedding.weight
     layers: list[Layer] = []
     linear_weights: set[int] = set()
     fused: list[Fused] = []
@@ -115,6 +119,11 @@ class Placement:
     left: str | None = None
     fallback: str | None = None
 
+    @property
+    def as_written(self) -> bool:
+        """True where the policy's format runs as it is written; columns of zeros do not change it."""
+        return self.fallback is None or (self.spec.fmt == self.wanted and self.spec.k != self.spec.K)
+
 
 class Plan(msgspec.Struct, kw_only=True):
     """What applying a policy would do. No weights were touched.
@@ -146,9 +155,7 @@ class Planner:
         dtype: torch.dtype,
         table: KernelTable,
         capability: Capability,
-        broken: Callable[
-            [Iterable[tuple[Candidate, Format, str, int, int]]], dict[tuple[str, str, int, int], bool]
-        ],
+        broken: Callable[[Iterable[tuple[Candidate, str, int, int]]], dict[ProbeKey, bool]],
     ) -> None:
         if dtype not in DTYPE_NAMES:
             raise UnfitError(
@@ -159,19 +166,29 @@ class Planner:
 
     def placements(self, policy: Policy, stage: Stage, rows: int, head_rows: int) -> list[Placement]:
         """One for each linear layer, in the model's order. Raises PdqError where the policy cannot run at all."""
-        asked = {
-            (c, fmt, self._dtype_name(fmt), layer.N, layer.K)
-            for layer in self.census.layers
-            for fmt in [policy.format_for(layer.name, stage)]
-            for c in self.table.of(fmt)
-            if c.probe and not c.misfit(self.capability, self._dtype_name(fmt))
-            and not c.shape_misfit(layer.N, layer.K, c.rows[0], fmt.group_size)
-        }  # fmt: skip
-        broken = self._broken(asked) if asked else {}
+        broken = self._probed(policy, stage)
         return [
             self._place(policy, stage, layer, head_rows if layer.head else rows, broken)
             for layer in self.census.layers
         ]
+
+    def _probed(self, policy: Policy, stage: Stage) -> dict[ProbeKey, bool]:
+        """Results for every candidate of the table that may crash, where this stage may come to one of them: all in one
+        child, since starting it costs more than what it runs."""
+        dtype = DTYPE_NAMES[self.dtype]
+        risky = [c for c in self.table.candidates if c.probe and not c.misfit(self.capability, dtype)]
+        shapes = set()
+        for layer in self.census.layers:
+            fmt = policy.format_for(layer.name, stage)
+            if any(c.weights == fmt.weights for c in risky):
+                shapes.add((layer.N, layer.K))
+        asked = [
+            (c, dtype, N, K)
+            for c in risky
+            for N, K in sorted(shapes)
+            if c.shape_misfit(N, K, c.rows[0], c.group_sizes[0] if c.group_sizes else 0) is None
+        ]
+        return self._broken(asked) if asked else {}
 
     def _dtype_name(self, fmt: Format) -> str:
         return DTYPE_NAMES[dense_dtype(fmt, self.dtype) if fmt.dense else self.dtype]
@@ -182,7 +199,7 @@ class Planner:
         stage: Stage,
         layer: Layer,
         rows: int,
-        broken: dict[tuple[str, str, int, int], bool],
+        broken: Mapping[ProbeKey, bool],
     ) -> Placement:
         wanted = policy.format_for(layer.name, stage)
         left = None
@@ -280,7 +297,7 @@ def coverage_of(placements: Sequence[Placement], fused: Sequence[Fused], dtype: 
 
 
 def weights_of(
-    by_stage: dict[Stage, Sequence[Placement]], census: Census, coverage: dict[str, Coverage]
+    by_stage: Mapping[Stage, Sequence[Placement]], census: Census, coverage: Mapping[str, Coverage]
 ) -> WeightsInfo:
     """Bytes of a policy, exact. A head that stays dense in both stages is among the kept bytes; tied, it is counted once
     with the embedding."""
@@ -302,7 +319,7 @@ def weights_of(
             stored[stage][p.layer.name, p.spec.key] = p.spec.nbytes
     prefill, decode = (sum(stored[s].values()) for s in STAGES)
     union = sum((stored["prefill"] | stored["decode"]).values())
-    bits = {
+    bits: dict[str, float | None] = {
         s: 8 * coverage[s].converted_bytes / coverage[s].converted_parameters
         if coverage[s].converted_parameters
         else None
@@ -315,7 +332,7 @@ def weights_of(
         shared_bytes=prefill + decode - union,
         extra_bytes=union - max(prefill, decode),
         kept_bytes=kept,
-        bits_per_weight=dict(bits),
+        bits_per_weight=bits,
     )
 
 
@@ -340,7 +357,7 @@ def fallbacks_of(placements: Iterable[Placement]) -> list[Fallback]:
     return list(found.values())
 
 
-def warnings_of(policy: Policy, coverage: dict[str, Coverage]) -> list[str]:
+def warnings_of(policy: Policy, coverage: Mapping[str, Coverage]) -> list[str]:
     found = []
     for stage in STAGES:
         cover = coverage[stage]

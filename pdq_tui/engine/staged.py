@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pdq_tui import locations
 from pdq_tui.core.kernels import Capability, KernelTable
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.protocol import Coverage, Fallback, KvInfo, WeightsInfo
@@ -83,7 +84,7 @@ class StagedModel:
         embedding = skeleton.get_input_embeddings()
         assert isinstance(embedding.weight, Tensor)
         self.dtype: torch.dtype = embedding.weight.dtype
-        self.prober = Prober()
+        self.prober = Prober(locations.cache_dir() / "kernel-probes.json")
         self.planner = Planner(self.census, self.dtype, kernels, self.capability, self.prober.broken)
         parameters = dict(skeleton.named_parameters(remove_duplicate=False))
         own = {
@@ -125,12 +126,15 @@ class StagedModel:
         by_stage = self._placements(policy, rows)
         wanted = _wanted(by_stage)
         dtype = DTYPE_NAMES[self.dtype]
-        coverage = {s: coverage_of(by_stage[s], self.census.fused, dtype) for s in STAGES}
+        coverage: dict[str, Coverage] = {
+            s: coverage_of(by_stage[s], self.census.fused, dtype) for s in STAGES
+        }
         placements = [*by_stage["prefill"], *by_stage["decode"]]
         fallbacks = fallbacks_of(placements)
         warnings = warnings_of(policy, coverage)
-        if fallbacks and (hard or policy.on_fallback == "fail"):
-            first = fallbacks[0]
+        changed = fallbacks_of(p for p in placements if not p.as_written)
+        if changed and (hard or policy.on_fallback == "fail"):
+            first = changed[0]
             raise UnfitError(
                 f"{policy.name}: {first.module} in {first.stage} would run {first.used}, not {first.wanted}:"
                 f" {first.reason}",

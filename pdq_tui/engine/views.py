@@ -44,7 +44,7 @@ def copy_shell(model: PreTrainedModel, linears: Mapping[str, nn.Module], attenti
         }
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
-            mine.config = config_copy(config)
+            mine.__dict__["config"] = config_copy(config)
         return mine
 
     view = shell(model, "")

@@ -83,13 +83,13 @@ class WeightStore:
                     "raise the weight budget, or let go of the other policy",
                 )
         while free_bytes is not None and new_bytes + HEADROOM_BYTES > free_bytes:
-            key = next((k for k, p in self._entries.items() if k not in keep and p.ours), None)
-            if key is None:
+            unused = next((k for k, p in self._entries.items() if k not in keep and p.ours), None)
+            if unused is None:
                 raise UnfitError(
                     f"does not fit: {_mb(new_bytes)} of weights to pack, {_mb(free_bytes)} free",
                     "close other programs, or choose a policy with fewer bytes",
                 )
-            free_bytes += self._entries.pop(key).nbytes
+            free_bytes += self._entries.pop(unused).nbytes
 
     def pack_missing(
         self,

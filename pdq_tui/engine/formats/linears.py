@@ -26,7 +26,10 @@ class PackedLinear(nn.Module):
         super().__init__()
         spec = packed.spec
         self.out_features, self.in_features = spec.N, spec.K
-        self.weight, self.scales, self.bias = packed.weight, packed.scales, bias
+        self.weight: Tensor = packed.weight
+        #: Dense weights have none; the layer of a dense weight never looks.
+        self.scales: Tensor = packed.scales if packed.scales is not None else packed.weight.new_empty(0)
+        self.bias = bias
         self.group = spec.fmt.group_size
         self.padding = spec.k - spec.K
         self.scratch = scratch
@@ -72,7 +75,8 @@ class DenseFloat32(PackedLinear):
 
 class Int8Pack(PackedLinear):
     def product(self, x: Tensor) -> Tensor:
-        return torch.ops.aten._weight_int8pack_mm(x, self.weight, self.scales)
+        out: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.weight, self.scales)
+        return out
 
 
 class _Int8Wide(PackedLinear):
@@ -102,7 +106,6 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 class W8A8IntMm(PackedLinear):
     def prepare(self) -> None:
-        assert self.scales is not None
         self.wide_scales = self.scales.float()
 
     def product(self, x: Tensor) -> Tensor:
@@ -111,7 +114,7 @@ class W8A8IntMm(PackedLinear):
         rows = q8.shape[0]
         if q8.is_cuda and rows < INT_MM_CUDA_MIN_ROWS:
             q8 = F.pad(q8, (0, 0, 0, INT_MM_CUDA_MIN_ROWS - rows))
-        total = torch.ops.aten._int_mm(q8, self.weight.t())[:rows]
+        total: Tensor = torch.ops.aten._int_mm(q8, self.weight.t())[:rows]
         return (total * self.wide_scales).mul_(scale).to(x.dtype)
 
 
@@ -120,14 +123,14 @@ class W8A8Int8Pack(PackedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         q, scale = quantize_rows(x)
-        return torch.ops.aten._weight_int8pack_mm(q.to(x.dtype), self.weight, self.scales).mul_(scale)
+        out: Tensor = torch.ops.aten._weight_int8pack_mm(q.to(x.dtype), self.weight, self.scales)
+        return out.mul_(scale)
 
 
 class W8A8Float32(PackedLinear):
     """The same whole numbers multiplied in float32; their products are exact, sums up to 2**24."""
 
     def prepare(self) -> None:
-        assert self.scales is not None
         self.wide_scales = self.scales.float()
 
     def product(self, x: Tensor) -> Tensor:
@@ -139,14 +142,14 @@ class W8A8Float32(PackedLinear):
 
 class Int4PackCpu(PackedLinear):
     def product(self, x: Tensor) -> Tensor:
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.weight, self.group, self.scales)
+        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.weight, self.group, self.scales)
+        return out
 
 
 class _Int4Wide(PackedLinear):
     wide: torch.dtype | None = None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        assert self.scales is not None
         return int4_cpu_transposed(self.weight, self.scales, dtype, self.scratch)
 
     def product(self, x: Tensor) -> Tensor:
@@ -169,13 +172,13 @@ class Int4Plain(_Int4Wide):
         self.wide = None if self.weight.is_cuda else torch.float32
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        assert self.scales is not None
         return int4_plain_transposed(self.weight, self.scales, dtype, self.scratch)
 
 
 class Int4Tinygemm(PackedLinear):
     def product(self, x: Tensor) -> Tensor:
-        return torch.ops.aten._weight_int4pack_mm(x, self.weight, self.group, self.scales)
+        out: Tensor = torch.ops.aten._weight_int4pack_mm(x, self.weight, self.group, self.scales)
+        return out
 
 
 #: ``op`` of ``core.kernels`` → the class that is it.

@@ -51,7 +51,7 @@ def _pack_dense(spec: Spec, master: Tensor, device: torch.device, cancelled: Cal
 
 def _rows(spec: Spec, master: Tensor, rows: slice, device: torch.device) -> Tensor:
     """float32 [rows, k] on the device, columns of zeros added where the layer is padded."""
-    w = master[rows].to(device=device, dtype=torch.float32)
+    w = master[rows].to(device=device, dtype=torch.float32, copy=True)  # rounded in place below
     return F.pad(w, (0, spec.k - spec.K)) if spec.k != spec.K else w
 
 
