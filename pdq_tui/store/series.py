@@ -21,6 +21,9 @@ import polars as pl
 from pdq_tui.core import protocol as p
 from pdq_tui.errors import PdqError
 
+#: Major version of snapshots: in the manifest and in the metadata of each Parquet file.
+SCHEMA: Final = 1
+
 Schema = Mapping[str, pl.DataType]
 
 _I, _F, _S, _B = pl.Int64(), pl.Float64(), pl.String(), pl.Boolean()
@@ -178,7 +181,7 @@ def sensors_frame(samples: Sequence[p.SensorSample]) -> pl.DataFrame:
 def parquet_bytes(table: pl.DataFrame) -> bytes:
     """The file's bytes. Made in memory, so that a full disk is an OSError of one write, not an error of polars."""
     buffer = io.BytesIO()
-    table.write_parquet(buffer, compression="zstd")
+    table.write_parquet(buffer, compression="zstd", metadata={"pdq_tui_schema": str(SCHEMA)})
     return buffer.getvalue()
 
 

@@ -34,7 +34,7 @@ from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
 from pdq_tui.errors import PdqError, UsageError
 from pdq_tui.store import atomic, series
 
-SCHEMA: Final = 1
+SCHEMA: Final = series.SCHEMA
 KIND: Final = "pdq-tui snapshot"
 MANIFEST: Final = "manifest.json"
 _FOLDER: Final = "snapshots"

@@ -69,6 +69,8 @@ def test_a_snapshot_is_numbered_and_complete(save: Callable[..., Path]) -> None:
     ):
         assert key in manifest
     assert manifest["conditions"]["threads"] == 2
+    for name in series.SERIES:
+        assert pl.read_parquet_metadata(second / f"{name}.parquet")["pdq_tui_schema"] == "1"
     assert not [f for f in first.parent.iterdir() if f.name.startswith(".")]
 
 
