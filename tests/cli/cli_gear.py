@@ -1,0 +1,19 @@
+"""What the command-line tests share: the type of their runner, and the environment of a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+Pdq = Callable[..., "subprocess.CompletedProcess[str]"]
+REPO = Path(__file__).resolve().parents[2]
+#: Importing torch takes a second on an idle machine and half a minute on a crowded one.
+PATIENCE_S = 240
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PDQ_", "TEXTUAL"))}
+    env |= {"PDQ_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    return env | more
