@@ -86,7 +86,7 @@ def measure(
 ) -> MeasureResult:
     """Load, prepare every policy, run blocks, and return everything that was recorded.
 
-    Call it from the main thread, where Ctrl-C arrives: the first ends the measurement at the next token and keeps
+    Call it from the main thread, where Ctrl-C and SIGTERM arrive: the first ends the measurement at the next token and keeps
     the results, the second ends at once. ``on_event`` is called in this thread. ``hard``: any fallback is an error.
     Raises MeasureError with the exit code of the command (an engine that cannot even start: 4), and with what was
     measured until then.
@@ -278,8 +278,8 @@ class _Driver:
 
 @contextlib.contextmanager
 def _ctrl_c(driver: _Driver) -> Iterator[None]:
-    """Ctrl-C as a count that the driver looks at, instead of an exception in the midst of anything. Signals reach the
-    main thread only; elsewhere they are left as they are."""
+    """Ctrl-C, and a polite end from outside, as a count that the driver looks at instead of an exception in the midst
+    of anything. Signals reach the main thread only; elsewhere they are left as they are."""
 
     def pressed(_number: int, _frame: FrameType | None) -> None:
         driver.presses += 1
@@ -287,11 +287,12 @@ def _ctrl_c(driver: _Driver) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, pressed)
+    before = {number: signal.signal(number, pressed) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _of_arm(arm: str) -> Callable[[Any], bool]:

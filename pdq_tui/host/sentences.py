@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 from pdq_tui.core.protocol import (
@@ -111,3 +112,32 @@ def failure_sentence(failure: Failure) -> str:
         if value is not None
     ]
     return f"{text} ({', '.join(sizes)})" if sizes else text
+
+
+def exit_sentence(role: str, code: int | None, expected: bool, fatal: Failure | None, tail: str) -> str:
+    """Why a worker is gone, in one sentence. ``code`` as subprocess gives it: negative is a signal."""
+    if expected:
+        return f"the {role} ended"
+    if fatal is not None:
+        return f"the engine had to be ended: {failure_sentence(fatal)}"
+    last = tail.splitlines()[-1].strip() if tail else ""
+    if code == -signal.SIGKILL:
+        return f"the {role} was killed, probably out of memory"
+    if any(word in tail for word in ("MemoryError", "std::bad_alloc", "not enough memory", "can't allocate")):
+        return f"the {role} ran out of memory ({last})" if last else f"the {role} ran out of memory"
+    if code is not None and code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        return f"the {role} crashed ({name})" + (f": {last}" if last else "")
+    if code == 0:
+        return f"the {role} ended without being asked"
+    return f"the {role} ended with exit code {code}" + (f": {last}" if last else "")
+
+
+def given_up(role: str, crashes: int, limit: int) -> str:
+    """What is added where a worker is not replaced any more; nothing where it never would have been."""
+    if role == "sensors":
+        return "; its readings are n/a from here on"
+    return f"; {crashes} times in a row, so it is not started again by itself" if crashes >= limit else ""

@@ -43,7 +43,7 @@ from pdq_tui.core.protocol import (
 from pdq_tui.host.journal import Journal
 from pdq_tui.host.process import Worker
 from pdq_tui.host.runs import Run, leftovers
-from pdq_tui.host.sentences import failure_sentence
+from pdq_tui.host.sentences import exit_sentence, given_up
 
 #: -P: a file named torch.py where the person happens to stand is not the library.
 ENGINE_ARGV: Final = (sys.executable, "-P", "-m", "pdq_tui.engine.worker")
@@ -324,7 +324,7 @@ class Supervisor:
             if not expected:
                 text = self._version_errors.get(role, text)
             if delay is None and not expected:
-                text += _given_up(role, self._crashes[role], self._restart)
+                text += given_up(role, self._crashes[role], ENGINE_CRASHES)
         self._emit(
             WorkerExited(
                 role=role,
@@ -380,33 +380,3 @@ def _end(workers: Sequence[Worker], timeout: float) -> None:
         for worker in workers:
             worker.signal(number)
             worker.signal(signal.SIGCONT)
-
-
-def exit_sentence(role: str, code: int | None, expected: bool, fatal: Failure | None, tail: str) -> str:
-    """Why a worker is gone, in one sentence. ``code`` as subprocess gives it: negative is a signal."""
-    if expected:
-        return f"the {role} ended"
-    if fatal is not None:
-        return f"the engine had to be ended: {failure_sentence(fatal)}"
-    last = tail.splitlines()[-1].strip() if tail else ""
-    if code == -signal.SIGKILL:
-        return f"the {role} was killed, probably out of memory"
-    if any(word in tail for word in ("MemoryError", "std::bad_alloc", "not enough memory", "can't allocate")):
-        return f"the {role} ran out of memory ({last})" if last else f"the {role} ran out of memory"
-    if code is not None and code < 0:
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        return f"the {role} crashed ({name})" + (f": {last}" if last else "")
-    if code == 0:
-        return f"the {role} ended without being asked"
-    return f"the {role} ended with exit code {code}" + (f": {last}" if last else "")
-
-
-def _given_up(role: str, crashes: int, restart: bool) -> str:
-    if role == "sensors":
-        return "; its readings are n/a from here on"
-    if restart and crashes >= ENGINE_CRASHES:
-        return f"; {crashes} times in a row, so it is not started again by itself"
-    return ""

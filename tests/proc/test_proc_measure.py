@@ -103,12 +103,12 @@ def test_no_policy_is_a_usage_error(run: Run) -> None:
     assert caught.value.exit_code == 2
 
 
-def press(times: int, seen: list[Any]) -> threading.Thread:
+def press(times: int, seen: list[Any], number: int = signal.SIGINT) -> threading.Thread:
     def keys() -> None:
         while sum(isinstance(e, Request) for e in seen) < 5:
             time.sleep(0.01)
         for _ in range(times):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             time.sleep(0.3)
 
     thread = threading.Thread(target=keys)
@@ -116,9 +116,10 @@ def press(times: int, seen: list[Any]) -> threading.Thread:
     return thread
 
 
-def test_ctrl_c_keeps_the_results(go: Callable[..., MeasureResult]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_the_results(go: Callable[..., MeasureResult], number: int) -> None:
     seen: list[Any] = []
-    thread = press(1, seen)
+    thread = press(1, seen, number)
     result = go("", blocks=100_000, on_event=seen.append)
     thread.join()
     assert (result.reason, result.exit_code) == ("stopped", 130)

@@ -31,7 +31,8 @@ from pdq_tui.core.protocol import (
 )
 from pdq_tui.core.workload import Workload
 from pdq_tui.host.runs import Run, end_leftover, leftovers
-from pdq_tui.host.supervisor import Supervisor, exit_sentence
+from pdq_tui.host.sentences import exit_sentence
+from pdq_tui.host.supervisor import Supervisor
 
 Start = Callable[..., Supervisor]
 
