@@ -20,7 +20,7 @@ from pdq_tui.tui import compare_rows
 from pdq_tui.tui.ask import BOX
 from pdq_tui.tui.copying import copy_text
 from pdq_tui.tui.export import ExportDialog
-from pdq_tui.tui.lines import Line, LineList, drawn, is_ascii, literal, sentence
+from pdq_tui.tui.lines import Line, LineList, drawn, is_ascii, sentence, title
 from pdq_tui.tui.page import Page
 
 if TYPE_CHECKING:  # polars comes with these: only threads import them
@@ -99,14 +99,14 @@ class CompareScreen(Page):
         self._filter_rows = False
 
     def compose_body(self) -> ComposeResult:
-        for name, title, cursor in (
+        for name, heading, cursor in (
             ("snapshots", "snapshots", True),
             ("rows", "", True),
             ("spread", "", False),
         ):
             box = LineList(id=name, cursor=cursor)
             box.add_class("panel")
-            box.border_title = title
+            box.border_title = heading
             yield box
             if name == "snapshots":
                 yield Static(id="setup", markup=False)
@@ -137,7 +137,9 @@ class CompareScreen(Page):
     def _list(self) -> None:
         view = self._session().view()
         self._known = view.snapshots
-        folders = dict.fromkeys([Path(getattr(self.app, "runs_dir")), Path(view.run_dir).parent])  # noqa: B009
+        folders = dict.fromkeys([Path(getattr(self.app, "runs_dir"))])  # noqa: B009 - see _session
+        if self.run_dir.is_absolute():  # a run started with --dir lies elsewhere
+            folders[self.run_dir.parent] = None
         if not self.listed:
             self.say("reading the snapshots …")
         self._read_list(list(folders), view.run_id)
@@ -314,7 +316,7 @@ class CompareScreen(Page):
         names = (self.comparison.reference.label, self.comparison.candidates[self.pair].label)
         lines = compare_rows.histogram_lines(row.metric, samples, names, width) if samples else []
         about = compare_rows.about(row.metric)
-        box.border_title = drawn(self.app, literal(f"{row.name}"))
+        box.border_title = title(drawn(self.app, row.name))
         self._set(
             box,
             [
@@ -393,7 +395,7 @@ class CompareScreen(Page):
             self.app.push_screen(ExportDialog())
             return
         names = " against ".join(side.label for side in (found.reference, *found.candidates))
-        self.app.push_screen(ExportDialog(lambda: found, f"the comparison {names}", self.run_dir))
+        self.app.push_screen(ExportDialog(lambda: found, f"the comparison {names}"))
 
 
 def last_of_each_arm(listed: Sequence[Listed], run_id: str) -> list[str]:

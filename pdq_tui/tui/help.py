@@ -80,7 +80,7 @@ class HelpScreen(ModalScreen[None]):
             lines += key_lines(self.subject, width)
         lines.append(Line.of("MARKS", "head"))
         for mark, meaning in MARKS:
-            lines += _row(mark, meaning, width, 6)
+            lines += _row(drawn(self.app, mark), meaning, width, 6)
         box.set_lines(
             [Line(tuple((drawn(self.app, text), role) for text, role in line.parts)) for line in lines]
         )
@@ -103,8 +103,8 @@ def key_lines(screen: Screen[Any], width: int) -> list[Line]:
     groups: dict[str, dict[tuple[str, str], list[str]]] = {"THIS SCREEN": {}, "MOVING": {}, "EVERYWHERE": {}}
     for key, active in screen.active_bindings.items():
         binding = active.binding
-        if binding.system and not binding.description:
-            continue
+        if not binding.id and key not in ("tab", "shift+tab"):
+            continue  # the library's own, such as copying selected text with the mouse
         if active.node is screen.app or active.node.app is active.node:
             group = "EVERYWHERE"
         else:
@@ -118,7 +118,7 @@ def key_lines(screen: Screen[Any], width: int) -> list[Line]:
             lines.append(Line.of(group, "head"))
             for (description, tooltip), keys in entries.items():
                 text = tooltip or description
-                lines += _row(" ".join(keys), text, width, 12)
+                lines += _row(" ".join(sorted(keys, key=len)), text, width, 12)
             lines.append(Line.of(""))
     return lines
 

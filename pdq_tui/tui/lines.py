@@ -6,8 +6,7 @@ Text of a model, a file or an error is never parsed as markup: everything here t
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -15,6 +14,7 @@ from rich.style import Style
 from textual import events
 from textual.app import App
 from textual.binding import Binding, BindingType
+from textual.content import Content
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
@@ -39,7 +39,10 @@ Part = tuple[str, str]
 
 def literal(text: object) -> str:
     """One line of foreign text as it may go to a terminal: no control, bidi-override or broken characters."""
-    return str(text).encode("utf-8", "replace").decode("utf-8").translate(_CONTROLS)
+    text = str(text)
+    if text.isascii() and text.isprintable():
+        return text
+    return text.encode("utf-8", "replace").decode("utf-8").translate(_CONTROLS)
 
 
 def is_ascii(app: App[Any]) -> bool:
@@ -55,6 +58,11 @@ def to_ascii(text: str) -> str:
 def drawn(app: App[Any], text: str) -> str:
     """Our own text with the glyphs that this terminal is to be given. Never for foreign text."""
     return to_ascii(text) if is_ascii(app) else text
+
+
+def title(text: str) -> Content:
+    """A border's title or subtitle: a plain str there would be parsed as markup."""
+    return Content(literal(text))
 
 
 def fit(text: str, width: int) -> str:
@@ -107,8 +115,12 @@ def sentence(error: Exception) -> str:
     return literal(f"{type(error).__name__}: {error}")
 
 
-@dataclass(frozen=True)
-class Line:
+def cells(text: str) -> int:
+    """Width in terminal cells."""
+    return len(text) if text.isascii() else cell_len(text)
+
+
+class Line(NamedTuple):
     """One line of a list. ``parts``: (text, role); roles are LineList.COMPONENT_CLASSES. No ``key``: cannot be chosen."""
 
     parts: tuple[Part, ...]
@@ -121,6 +133,11 @@ class Line:
     @property
     def text(self) -> str:
         return "".join(text for text, _ in self.parts)
+
+
+def widest(lines: Sequence[Line]) -> int:
+    """Cells of the widest line; 0 without lines."""
+    return max((cells(line.text) for line in lines), default=0)
 
 
 class LineList(ScrollView, can_focus=True):
@@ -174,13 +191,17 @@ class LineList(ScrollView, can_focus=True):
 
     # -- contents
 
-    def set_lines(self, lines: Sequence[Line]) -> None:
-        """Replace everything; the cursor stays on its key where that still exists, else near where it was."""
+    def set_lines(self, lines: Sequence[Line], width: int | None = None) -> None:
+        """Replace everything; the cursor stays on its key where that still exists, else near where it was.
+
+        ``width``: cells of the widest line where the caller knows it already; many lines are best counted in a thread.
+        """
         key, at = self.key, self.cursor or 0
         at_end = self.follow and self.scroll_offset.y >= self.max_scroll_y
         self.lines = lines
-        width = max((cell_len(line.text) for line in lines), default=0) + self._gutter
-        self.virtual_size = Size(width, len(lines))
+        if width is None:
+            width = widest(lines)
+        self.virtual_size = Size(width + self._gutter, len(lines))
         if self.with_cursor:
             same = [i for i, line in enumerate(lines) if line.key is not None and line.key == key]
             self.cursor = same[0] if same else self._selectable(at, 1, self._selectable(at, -1, None))

@@ -11,7 +11,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from pdq_tui.host.view import NoteView, SessionView
-from pdq_tui.tui.lines import Line, LineList, drawn, literal
+from pdq_tui.tui.lines import Line, LineList, drawn, fit, literal, title, widest
 from pdq_tui.tui.log_tail import Entry, LogTail
 from pdq_tui.tui.page import Page
 
@@ -44,10 +44,10 @@ class LogScreen(Page):
         self._shown: object = None
 
     def compose_body(self) -> ComposeResult:
-        for name, title in (("events", "events"), ("engine", "engine log")):
+        for name, heading in (("events", "events"), ("engine", "engine log")):
             box = LineList(id=name, cursor=False, follow=True)
             box.add_class("panel")
-            box.border_title = title
+            box.border_title = heading
             yield box
 
     def started(self) -> None:
@@ -58,10 +58,12 @@ class LogScreen(Page):
     def _tick(self) -> None:
         view: SessionView = self._session().view()
         path = Path(view.run_dir) / "stderr.log"
-        if self.tail is None or self.tail.path != path:
-            self.tail = LogTail(path)
         if self.is_current:
             self._show_events(view.notes)
+        if not path.is_absolute():  # a run kept in memory only has no log file
+            return
+        if self.tail is None or self.tail.path != path:
+            self.tail = LogTail(path)
         # read on while another screen is in front, or lines would get the time of coming back as theirs
         stage = view.live_stage if view.running and view.live_stage else view.engine.state
         self._read(self.tail, f"{datetime.now():%H:%M:%S} {literal(stage)}", self.wanted)
@@ -86,7 +88,7 @@ class LogScreen(Page):
         finally:
             tail.busy.release()
         if lines is not None:
-            self.app.call_from_thread(self._show_engine, tail, lines, wanted, total)
+            self.app.call_from_thread(self._show_engine, tail, lines, widest(lines), wanted, total)
 
     def _show_events(self, notes: tuple[NoteView, ...], force: bool = False) -> None:
         if notes is self._shown and not force:
@@ -94,7 +96,7 @@ class LogScreen(Page):
         self._shown = notes
         lines = []
         for note in notes:
-            text = literal(note.text) + (f" ({literal(note.hint)})" if note.hint else "")
+            text = drawn(self.app, literal(note.text) + (f" ({literal(note.hint)})" if note.hint else ""))
             if note.level in self.levels and self.wanted in text.lower():
                 mark = drawn(self.app, _MARKS.get(note.level, " "))
                 lines.append(
@@ -106,12 +108,15 @@ class LogScreen(Page):
             f"{len(lines)} of {len(notes)}  levels {' '.join(sorted(self.levels)) or 'none'}"
         )
 
-    def _show_engine(self, tail: LogTail, lines: list[Line], wanted: str, total: int) -> None:
+    def _show_engine(self, tail: LogTail, lines: list[Line], width: int, wanted: str, total: int) -> None:
         if tail is not self.tail or wanted != self.wanted:
             return
         box = self.query_one("#engine", LineList)
-        box.set_lines(lines)
-        box.border_subtitle = literal(f"{len(lines)} of {total} lines  {tail.path}")
+        box.set_lines(lines, width)
+        text = literal(f"{len(lines) if total else 0} of {total} lines  {tail.path}")
+        box.border_subtitle = title(
+            fit(text, box.size.width - 4).rstrip()
+        )  # the library would cut with a non-ASCII …
 
     # -- what is shown
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def events(
     found: list[Any] = [
         p.Hello(role="engine", pid=1, python="3.11.9", libraries={"torch": "2.13.0"}, t_ns=t),
         p.ModelReady(
-            model=p.ModelInfo(id=model, sha256=f"{hash(model) & 0xFF:02x}" * 32, parameters=134_515_008, layers=30,
+            model=p.ModelInfo(id=model, sha256=hashlib.sha256(model.encode("utf-8", "replace")).hexdigest(), parameters=134_515_008, layers=30,
                               dtype="bf16"),
             device=p.DeviceInfo(kind="cpu", name="Virtual CPU", cpu="Virtual CPU", memory_bytes=24 << 30, threads=2,
                                 memory_method="RSS, sampled", read_peak_gbps=40.0,

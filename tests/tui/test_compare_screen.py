@@ -1,0 +1,278 @@
+"""The compare screen: choosing, the table, what is refused a judgement, and pictures at the sizes people have."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from made_snapshots import RUN, events, save_all
+from small_app import NASTY, SmallApp, at_every_size, settle, text_of
+from textual.pilot import Pilot
+
+from pdq_tui.tui.compare import CompareScreen, RowDetail
+from pdq_tui.tui.export import ExportDialog
+from pdq_tui.tui.lines import LineList
+
+OTHER = "20261201T050000Z-aaaa"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """This run with two snapshots and a damaged and a newer one; an older run on another model."""
+    folder = tmp_path / "runs"
+    save_all(folder)
+    for name, body in (("003", "{"), ("004", '{"schema": 99, "arm": {}}')):
+        (folder / RUN / "snapshots" / name).mkdir()
+        (folder / RUN / "snapshots" / name / "manifest.json").write_text(body)
+    save_all(folder, OTHER, made=events({"B": (130.0, 9.40), "A": (130.1, 9.41)}, model="other"))
+    return folder
+
+
+@pytest.fixture
+def app(runs: Path) -> SmallApp:
+    return SmallApp(CompareScreen, runs)
+
+
+def of(app: SmallApp) -> CompareScreen:
+    return next(s for s in app.screen_stack if isinstance(s, CompareScreen))
+
+
+async def in_table(app: SmallApp, pilot: Pilot[None]) -> CompareScreen:
+    await settle(pilot)
+    screen = of(app)
+    screen.query_one("#rows", LineList).focus()
+    await settle(pilot)
+    return screen
+
+
+async def test_the_last_of_each_arm_is_compared_at_once_reference_first(app: SmallApp) -> None:
+    async with app.run_test(size=(120, 50)) as pilot:
+        screen = await in_table(app, pilot)
+        assert screen.picked == [f"{RUN}/001", f"{RUN}/002"]
+        assert screen.comparison is not None and screen.comparison.reference.policy == "bf16"
+        shown = text_of(app)
+        for part in (
+            "same setup?",
+            "★ bf16",
+            "Time to first token",
+            "▼ better",
+            "▲ worse",
+            "= same",
+            "speed",
+        ):
+            assert part in shown
+        assert "is damaged" in shown and "newer version" in shown, "listed with the reason, not fatal"
+
+
+async def test_space_and_star_pick_and_set_the_reference(app: SmallApp) -> None:
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settle(pilot)
+        screen = of(app)
+        picker = screen.query_one("#snapshots", LineList)
+        picker.move_to(f"{RUN}/002")
+        await pilot.press("asterisk")
+        await settle(pilot)
+        assert screen.picked == [f"{RUN}/002", f"{RUN}/001"]
+        assert screen.comparison is not None and screen.comparison.reference.id == f"{RUN}/002"
+        await pilot.press("space")
+        await settle(pilot)
+        assert screen.picked == [f"{RUN}/001"] and screen.comparison is None
+        assert "space picks two or more" in screen.said
+        await pilot.press("enter")  # without a comparison enter picks
+        await settle(pilot)
+        assert screen.comparison is not None
+        await pilot.press("enter")  # with one it goes to the table
+        assert app.focused is screen.query_one("#rows")
+
+
+async def test_another_model_is_shown_without_a_judgement(app: SmallApp) -> None:
+    async with app.run_test(size=(120, 50)) as pilot:
+        await settle(pilot)
+        screen = of(app)
+        screen.query_one("#snapshots", LineList).move_to(f"{OTHER}/001")
+        await pilot.press("space")
+        await settle(pilot)
+        assert screen.comparison is not None and len(screen.comparison.candidates) == 2
+        assert "not comparable (model differ)" in screen.said
+        await pilot.press("right_square_bracket")
+        await settle(pilot)
+        shown = text_of(app)
+        assert (
+            "pair 2 of 2" in shown and "✗ model" in shown and "? unsure ⚑" in shown and "better" not in shown
+        )
+        await pilot.press("left_square_bracket")
+        await settle(pilot)
+        assert "pair 1 of 2" in text_of(app)
+
+
+async def test_differences_hidden_rows_and_filter(app: SmallApp) -> None:
+    async with app.run_test(size=(120, 50)) as pilot:
+        screen = await in_table(app, pilot)
+        await pilot.press("H")
+        assert "nothing is hidden" in screen.said
+        await pilot.press("D")
+        await pilot.pause()
+        assert "Steady memory" not in text_of(app) and "H shows them" in text_of(app)
+        await pilot.press("H")
+        await pilot.pause()
+        assert "Steady memory" in text_of(app) and "H hides them" in text_of(app)
+        await pilot.press("D", "slash", *"token", "enter")
+        await pilot.pause()
+        keys = {line.key for line in screen.query_one("#rows", LineList).lines if line.key}
+        assert {"ttft_ms", "tpot_ms", "kv_bytes_per_token"} == keys
+        await pilot.press("escape")
+        await pilot.pause()
+        assert len(screen.query_one("#rows", LineList).lines) > 10
+
+
+async def test_detail_says_formula_why_blocks_and_distribution(app: SmallApp) -> None:
+    async with app.run_test(size=(120, 50)) as pilot:
+        screen = await in_table(app, pilot)
+        screen.query_one("#rows", LineList).move_to("tpot_ms")
+        await pilot.press("enter")
+        await settle(pilot)
+        assert isinstance(app.screen, RowDetail)
+        shown = text_of(app)
+        for part in (
+            "(t_last − t_first) / (N − 1)",
+            "How fast the answer flows",
+            "paired blocks, 12 blocks",
+            "n=24",
+            "█",
+        ):
+            assert part in shown
+        await pilot.press("escape")
+        await pilot.pause()
+        screen.query_one("#rows", LineList).move_to("stored_bytes")
+        await pilot.press("enter")
+        await settle(pilot)
+        assert (
+            "exact" in text_of(app)
+            and "distribution" not in text_of(app.screen.app).split("why")[-1].split("esc")[0]
+        )
+
+
+async def test_moving_in_the_table(app: SmallApp) -> None:
+    async with app.run_test(size=(120, 50)) as pilot:
+        screen = await in_table(app, pilot)
+        rows = screen.query_one("#rows", LineList)
+        await pilot.press("g")
+        assert rows.key == "e2e_ms"
+        await pilot.press("j", "j", "k")
+        assert rows.key == "ttft_ms"
+        await pilot.press("G")
+        assert rows.key == "decode_explained"
+        await pilot.press("pageup", "pagedown", "home", "end")
+        assert rows.key == "decode_explained"
+
+
+async def test_S11_copy_says_sent_and_names_the_file(app: SmallApp, runs: Path) -> None:
+    async with app.run_test(size=(120, 36)) as pilot:
+        screen = await in_table(app, pilot)
+        screen.query_one("#rows", LineList).move_to("ttft_ms")
+        await pilot.press("y")
+        said = screen.said
+        assert "sent to the terminal; also in" in said and "copied" not in said
+        path = Path(said.split("also in ")[1])
+        assert path.parent == runs / RUN
+        text = path.read_text()  # noqa: ASYNC240
+        assert "Time to first token [ms]" in text and "better" in text and text.strip() == app.clipboard
+
+
+async def test_export_is_given_this_comparison(app: SmallApp, tmp_path: Path) -> None:
+    async with app.run_test(size=(120, 36)) as pilot:
+        screen = await in_table(app, pilot)
+        await pilot.press("e")
+        await settle(pilot)
+        dialog = app.screen
+        assert isinstance(dialog, ExportDialog) and dialog.subject is not None
+        assert dialog.subject() is screen.comparison
+
+
+async def test_no_snapshot_is_a_sentence(tmp_path: Path) -> None:
+    async with SmallApp(CompareScreen, tmp_path / "none").run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        assert "no snapshot yet" in text_of(pilot.app)
+
+
+async def test_a_snapshot_that_breaks_between_list_and_read_is_a_sentence(app: SmallApp, runs: Path) -> None:
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settle(pilot)
+        screen = of(app)
+        os.remove(runs / RUN / "snapshots" / "002" / "requests.parquet")  # noqa: PTH107
+        screen._compare()
+        await settle(pilot)
+        assert "not compared" in screen.said and screen.comparison is None
+
+
+@pytest.mark.parametrize("text", NASTY)
+async def test_S01_text_from_snapshots_is_literal(text: str, tmp_path: Path) -> None:
+    sent = text.encode("utf-8", "replace").decode()  # as the protocol's boundary makes it
+    ids = save_all(tmp_path, note=sent, made=events(model=sent, text=sent, blocks=2))
+    for number in ("001", "002"):
+        file = tmp_path / RUN / "snapshots" / number / "manifest.json"
+        body = json.loads(file.read_text())
+        body["arm"]["policy"] = f"p{number}{text}"
+        body["warnings"] = [text]
+        file.write_text(json.dumps(body))
+    app = SmallApp(CompareScreen, tmp_path)
+    async with app.run_test(size=(120, 50)) as pilot:
+        screen = await in_table(app, pilot)
+        assert screen.picked == ids and screen.comparison is not None
+        shown = text_of(app)
+        assert "\x1b" not in shown
+        if text.isascii() and text.isprintable():
+            assert f"p001{text}" in shown
+        await pilot.press("enter")
+        await settle(pilot)
+        assert isinstance(app.screen, RowDetail) and "\x1b" not in text_of(app)
+
+
+async def test_S07_compare_at_every_size(runs: Path) -> None:
+    await at_every_size(CompareScreen, runs, "2 COMPARE")
+
+
+async def test_S07_detail_at_every_size(app: SmallApp) -> None:
+    async with app.run_test(size=(80, 24)) as pilot:
+        await in_table(app, pilot)
+        await pilot.press("enter")
+        for size in ((1, 1), (2, 2), (10, 3), (20, 5), (300, 100), (80, 24)):
+            await pilot.resize_terminal(*size)
+            await settle(pilot)
+            text_of(app)
+        assert "lower is better" in text_of(app)
+
+
+@pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 36)])
+@pytest.mark.parametrize("mode", ["colour", "no_color", "ascii"])
+def test_compare_picture(
+    size: tuple[int, int], mode: str, tmp_path: Path, snap_compare: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mode == "no_color":
+        monkeypatch.setenv("NO_COLOR", "1")
+    save_all(tmp_path)
+    app = SmallApp(CompareScreen, tmp_path, plain=mode == "ascii")
+
+    async def ready(pilot: Pilot[None]) -> None:
+        screen = await in_table(app, pilot)
+        screen.query_one("#rows", LineList).move_to("tpot_ms")
+        await settle(pilot)
+
+    assert snap_compare(app, terminal_size=size, run_before=ready)  # type: ignore[operator]
+
+
+def test_ascii_pictures_hold_ascii_only(tmp_path: Path) -> None:
+    import asyncio
+
+    save_all(tmp_path)
+
+    async def shown() -> str:
+        app = SmallApp(CompareScreen, tmp_path, plain=True)
+        async with app.run_test(size=(120, 36)) as pilot:
+            await in_table(app, pilot)
+            return text_of(app)
+
+    odd = {c for c in asyncio.run(shown()) if not c.isascii()}
+    assert not odd
