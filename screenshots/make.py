@@ -1,0 +1,107 @@
+"""Make the pictures in this folder from the real app on the demo model: ``make screenshots``.
+
+Nothing is drawn by hand: the app runs without a terminal of its own, measures both arms interleaved, takes its
+snapshots, and each screen is saved as SVG at the size in its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+async def main(requests: int, model: str, prompt: int, new: int) -> None:
+    from textual.pilot import Pilot
+
+    from pdq_tui import locations
+    from pdq_tui.core.catalog import find_policy
+    from pdq_tui.core.protocol import Load
+    from pdq_tui.core.workload import Workload
+    from pdq_tui.host.live import LiveSession
+    from pdq_tui.host.runs import new_run
+    from pdq_tui.tui.app import Options, PdqApp
+
+    runs = Path(tempfile.mkdtemp(prefix="pdq-shots-")) / "runs"
+    run = new_run(runs, ["pdq-tui", model])
+    session = LiveSession(run)
+    cache = locations.demo_dir() if model == "demo" else locations.cache_dir()
+    app = PdqApp(
+        session,
+        Options(
+            runs_dir=runs,
+            load=Load(model=model, cache_dir=str(cache)),
+            a=find_policy("w8a8-prefill-int4-decode"),
+            b=find_policy("bf16"),
+            workload=Workload(prompt_tokens=prompt, output_tokens=new),
+            marker="braille",
+            ascii=False,
+            theme="pdq-dark",
+        ),
+    )
+
+    async def until(pilot: Pilot[int], what: str, ready: Callable[[], bool], limit_s: float = 1200) -> None:
+        begin = time.monotonic()
+        while not ready():
+            if time.monotonic() - begin > limit_s:
+                raise SystemExit(f"{what}: not within {limit_s:.0f} s")
+            await pilot.pause(0.25)
+
+    def made(arm: str) -> int:
+        view = session.view().arms.get(arm)
+        return view.requests if view else 0
+
+    def save(name: str) -> None:
+        (HERE / f"{name}.svg").write_text(app.export_screenshot(title="pdq-tui"), encoding="utf-8")
+        print(f"screenshots/{name}.svg", flush=True)
+
+    async with app.run_test(size=(120, 36)) as pilot:
+        await until(pilot, "engine", lambda: bool(session.view().tasks), 120)
+        await pilot.pause(1)
+        save("start-120x36")
+        await until(pilot, "first request", lambda: made("A") > 0)
+        await pilot.press("x")
+        await until(pilot, "requests", lambda: min(made("A"), made("B")) >= requests)
+        await pilot.pause(1.2)
+        save("live-120x36")
+        await pilot.resize_terminal(80, 24)
+        await pilot.pause(1.2)
+        save("live-80x24")
+        await pilot.resize_terminal(120, 36)
+        await pilot.press("question_mark")
+        await pilot.pause(1)
+        save("help-120x36")
+        await pilot.press("escape")
+        await pilot.press("s")
+        await until(pilot, "snapshots", lambda: len(session.view().snapshots) >= 1, 60)
+        await pilot.press("a" if session.view().active != "A" else "b")
+        await pilot.press("s")
+        await until(pilot, "snapshots", lambda: len(session.view().snapshots) >= 2, 60)
+        await pilot.press("3")
+        await pilot.pause(1.5)
+        save("policies-120x36")
+        await pilot.press("2")
+        await pilot.pause(3)
+        save("compare-120x36")
+        await pilot.press("6")
+        await pilot.pause(1.5)
+        save("log-120x36")
+        app.leave(0)
+        await pilot.pause(1)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=12, help="requests of each arm before the pictures are taken")
+    parser.add_argument("--model", default="demo", help="model directory, or demo")
+    parser.add_argument("--in", dest="prompt", type=int, default=512, help="prompt tokens")
+    parser.add_argument("--new", type=int, default=64, help="new tokens")
+    args = parser.parse_args()
+    os.environ.pop("NO_COLOR", None)
+    asyncio.run(main(args.requests, args.model, args.prompt, args.new))

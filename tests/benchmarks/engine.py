@@ -1,0 +1,233 @@
+"""The engine's figures on the demo model, all arms interleaved in one run: ``make bench`` writes the result file.
+
+    python -m tests.benchmarks.engine --out FILE [--blocks 10] [--in 512] [--new 64]
+
+Outside reference: ``transformers.generate`` in bf16 in the same process, same prompts. Inside: every uniform arm and
+the staged ones, each block a random permutation of all arms and its mirror (ABC … CBA), ratios of block means with
+Student-t intervals. Then: what a flip between two resident policies costs from one request to the next, how long each
+format takes to quantize, and how soon a cancelled one ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdq_tui import locations
+from pdq_tui.core.catalog import find_policy
+from pdq_tui.core.policy import Policy
+from pdq_tui.core.protocol import Load, Request
+from pdq_tui.core.stats import block_interval
+from pdq_tui.core.workload import Workload
+from pdq_tui.engine.cancel import CancelledError
+from pdq_tui.engine.device import CpuDevice
+from pdq_tui.engine.loader import load_model
+from pdq_tui.engine.prompts import Prepared, prepare
+from pdq_tui.engine.runner import Arm, Hooks, Limits, run_request
+from pdq_tui.engine.staged import StagedModel
+from pdq_tui.core import prompts as texts
+from tests.benchmarks.machine import machine
+from tests.benchmarks.reference import Generate
+
+UNIFORM = ("bf16", "int8", "w8a8", "int4")
+STAGED = ("w8a8-prefill-int4-decode", "w8a8-prefill-int8-decode", "bf16-prefill-int4-decode")
+MAIN = "w8a8-prefill-int4-decode"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
+    parser.add_argument("--blocks", type=int, default=10, help="blocks of the interleaved run")
+    parser.add_argument("--in", dest="prompt", type=int, default=512, help="prompt tokens")
+    parser.add_argument("--new", type=int, default=64, help="new tokens")
+    parser.add_argument("--model", default=None, help="model directory (default: the demo model, fetched once)")
+    args = parser.parse_args()
+    bench = Bench(args.model, args.prompt, args.new)
+    result: dict[str, Any] = {
+        "schema": 1,
+        "what": f"demo model, prompt {args.prompt}, {args.new} new tokens, batch 1, {args.blocks} blocks",
+        "repeat": f"make bench, or python -m tests.benchmarks.engine --out FILE --blocks {args.blocks}",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine(),
+    }
+    result["quantize"] = bench.quantize()
+    result["interleaved"] = bench.interleave(args.blocks)
+    result["flip"] = bench.flip()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    print(json.dumps({k: result[k] for k in ("quantize", "interleaved", "flip")}, indent=1))
+
+
+class Bench:
+    def __init__(self, model: str | None, prompt: int, new: int) -> None:
+        self.prompt, self.new = prompt, new
+        self.device = CpuDevice()
+        self.directory = Path(model) if model else _demo()
+        command = Load(model=str(self.directory), cache_dir=str(locations.cache_dir()))
+        self.loaded = load_model(command, self.device, lambda *_: None, lambda: False)
+        self.prepared: Prepared = prepare(
+            Workload(prompt_tokens=prompt, output_tokens=new, prompts="long"),
+            self.loaded.tokenizer,
+            self.loaded.info,
+            texts.built_in,
+        )
+        self.model = self._staged()
+        self.arms: dict[str, Arm] = {}
+        self.generate = Generate(self.directory)
+
+    def _staged(self) -> StagedModel:
+        return StagedModel(self.loaded.skeleton, self.loaded.masters, self.device, budget_bytes=None)
+
+    def _apply(self, model: StagedModel, policy: Policy, cancelled: Callable[[], bool] = lambda: False) -> Any:
+        return model.apply(policy, rows=(1, self.prompt), progress=lambda *_: None, cancelled=cancelled)
+
+    # -- figures -----------------------------------------------------------------------------------------------------
+
+    def quantize(self) -> dict[str, Any]:
+        """Seconds from nothing packed to ready, a format at a time on a fresh store; and the time from a cancel, given
+        in the middle, to the end."""
+        out: dict[str, Any] = {}
+        for name in ("int8", "w8a8", "int4"):
+            model = self._staged()
+            begin = time.perf_counter()
+            self._apply(model, find_policy(name))
+            out[f"{name}_s"] = round(time.perf_counter() - begin, 3)
+            flag = threading.Event()
+            asked: list[float] = []
+
+            def ask(flag: threading.Event = flag, asked: list[float] = asked) -> None:
+                asked.append(time.perf_counter())
+                flag.set()
+
+            timer = threading.Timer(out[f"{name}_s"] / 2, ask)
+            model = self._staged()
+            timer.start()
+            try:
+                self._apply(model, find_policy(name), flag.is_set)
+                out[f"{name}_cancel_ms"] = None
+                out[f"{name}_cancel_ms_reason"] = "ended before the cancel came"
+            except CancelledError:
+                out[f"{name}_cancel_ms"] = round((time.perf_counter() - asked[0]) * 1e3, 1)
+            timer.join()
+        return out
+
+    def interleave(self, blocks: int) -> dict[str, Any]:
+        names = ["generate-bf16", *UNIFORM, *STAGED]
+        for name in names[1:]:
+            self.arms[name] = Arm(name, find_policy(name), self._apply(self.model, find_policy(name)))
+        for name in names:  # warm-up: both stages' real paths at the measured shape
+            self._turn(name, 0, self.new)
+        seen: dict[str, list[dict[str, float]]] = defaultdict(list)
+        logs: list[dict[tuple[str, str], float]] = []
+        order = random.Random(0)
+        for block in range(blocks):
+            turn = names[:]
+            order.shuffle(turn)
+            block_values: dict[tuple[str, str], list[float]] = defaultdict(list)
+            for name in turn + turn[::-1]:
+                figures = self._turn(name, block, self.new)
+                seen[name].append(figures)
+                for metric, value in figures.items():
+                    block_values[name, metric].append(math.log(value))
+            logs.append({key: statistics.fmean(values) for key, values in block_values.items()})
+            print(f"block {block + 1}/{blocks}", flush=True)
+        arms = {
+            name: {
+                metric: round(statistics.median(f[metric] for f in rows), 3)
+                for metric in ("prefill_ms", "tpot_ms", "e2e_ms")
+            }
+            for name, rows in seen.items()
+        }
+        pairs = [("generate-bf16", "bf16"), ("generate-bf16", MAIN)]
+        pairs += [(u, MAIN) for u in UNIFORM]
+        pairs += [(u, "w8a8-prefill-int8-decode") for u in UNIFORM]
+        return {
+            "arms_median": arms,
+            "speedup": {
+                f"{reference} / {arm}": {
+                    metric: _speedup([b[reference, metric] - b[arm, metric] for b in logs])
+                    for metric in ("prefill_ms", "tpot_ms", "e2e_ms")
+                }
+                for reference, arm in pairs
+            },
+            "note": "speedup = time of the first over time of the second, > 1: the second is faster; Student-t 95 %",
+        }
+
+    def flip(self, pairs: int = 30) -> dict[str, Any]:
+        """From the end of one short request to the start of the next, with and without a change of policy."""
+        gaps: dict[str, list[float]] = {"stay": [], "flip": []}
+        first: dict[str, list[float]] = {"stay": [], "flip": []}
+        arms = [self.arms["bf16"], self.arms[MAIN]]
+        for arm in arms:
+            self._request(arm, 0, 4)
+        last, at = self._request(arms[0], 0, 4), arms[0]
+        for i in range(2 * pairs):
+            flip = bool(i % 2)
+            arm = arms[1 - arms.index(at)] if flip else at
+            request = self._request(arm, i, 4)
+            kind = "flip" if flip else "stay"
+            gaps[kind].append((request.host_start_ns - last.host_end_ns) / 1e6)
+            first[kind].append(request.itl_ms[0] / statistics.median(request.itl_ms))
+            last, at = request, arm
+        stay, flipped = statistics.median(gaps["stay"]), statistics.median(gaps["flip"])
+        return {
+            "stay_ms": round(stay, 3),
+            "flip_ms": round(flipped, 3),
+            "extra_ms": round(flipped - stay, 3),
+            "first_step_over_median_stay": round(statistics.median(first["stay"]), 3),
+            "first_step_over_median_flip": round(statistics.median(first["flip"]), 3),
+            "n": pairs,
+        }
+
+    # -- one request -------------------------------------------------------------------------------------------------
+
+    def _turn(self, name: str, index: int, new: int) -> dict[str, float]:
+        if name == "generate-bf16":
+            with torch.inference_mode():
+                prefill, step = self.generate.run(self._batch(index).ids, new)
+            return {"prefill_ms": prefill, "tpot_ms": step, "e2e_ms": prefill + step * (new - 1)}
+        record = self._request(self.arms[name], index, new)
+        assert record.valid and record.prefill_ms and record.tpot_ms and record.e2e_ms, record.invalid_reason
+        return {"prefill_ms": record.prefill_ms, "tpot_ms": record.tpot_ms, "e2e_ms": record.e2e_ms}
+
+    def _batch(self, index: int) -> Any:
+        return self.prepared.batches[index % len(self.prepared.batches)]
+
+    def _request(self, arm: Arm, index: int, new: int) -> Request:
+        record = Request(request=index, arm=arm.label, policy="", policy_digest="", kind="loop")
+        return run_request(
+            self.device, arm, self._batch(index), self.prompt + self.new, Limits(new, natural=False), record, Hooks()
+        )
+
+
+def _speedup(differences: list[float]) -> dict[str, Any]:
+    interval = block_interval(differences)
+    return {
+        "ratio": round(math.exp(statistics.fmean(differences)), 3),
+        "ci95": [round(math.exp(interval.low), 3), round(math.exp(interval.high), 3)] if interval else None,
+        "blocks": len(differences),
+    }
+
+
+def _demo() -> Path:
+    from pdq_tui.engine.convert import converted
+    from pdq_tui.host import demo
+
+    folder = demo.fetch()
+    gguf = next(folder.rglob("*.gguf"))
+    return converted(gguf, locations.demo_dir() / "converted", lambda *_: None, lambda: False)
+
+
+if __name__ == "__main__":
+    main()
