@@ -104,7 +104,7 @@ class PdqApp(App[int]):
     Raises UsageError for an unknown key id or theme before anything is drawn.
     """
 
-    CSS_PATH = "pdq.tcss"
+    CSS_PATH = Path(__file__).with_name("pdq.tcss")
     TITLE = "pdq"
     #: Made when first shown, then kept with what they hold.
     SCREENS: ClassVar[dict[str, Callable[[], Screen[Any]]]] = {

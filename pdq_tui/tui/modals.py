@@ -9,8 +9,8 @@ from pdq_tui.tui.ask import Choice
 
 _FORMATS: Final[tuple[tuple[StagePolicy, str], ...]] = (
     (StagePolicy(), "the model's own dtype"),
-    (StagePolicy("int8"), "weight-only, a scale per output channel"),
-    (StagePolicy("int8", "int8"), "int8 arithmetic, activations with a scale per token"),
+    (StagePolicy("int8"), "weight-only, a scale per channel"),
+    (StagePolicy("int8", "int8"), "int8 arithmetic, a scale per token"),
     (StagePolicy("int4", "model", 64), "weight-only, groups of 64"),
     (StagePolicy("int4", "model", 32), "weight-only, groups of 32"),
     (StagePolicy("int4", "model", 128), "weight-only, groups of 128"),
@@ -33,9 +33,9 @@ def stage_choices(policy: Policy, stage: Stage) -> list[Choice]:
     for candidate, note in _FORMATS:
         fmt = candidate.format
         storage = {
-            "uniform": "one copy, as in the other stage",
-            "shared": f"shares its bytes with {other.label}",
-            "dual": f"a second copy beside {other.label}",
+            "uniform": "one copy",
+            "shared": f"shares {other.label}'s bytes",
+            "dual": f"second copy beside {other.label}",
         }[natural_storage(fmt, other)]
         found.append(Choice(fmt.label, f"{note}; {storage}"))
     return found

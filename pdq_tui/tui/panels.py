@@ -74,7 +74,7 @@ def _policy_row(view: SessionView, stage: Stage, width: int, look: Look) -> Row:
 
 def _kernel_parts(arm: ArmView | None, stage: Stage, look: Look) -> list[Part]:
     if arm is None or arm.ready is None:
-        return [("kernels not chosen yet", "dim")]
+        return [("no kernels yet", "dim")]
     fallbacks = [f for f in arm.ready.fallbacks if f.stage == stage]
     if fallbacks:
         count = sum(f.modules for f in fallbacks)
