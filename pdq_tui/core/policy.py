@@ -314,7 +314,7 @@ def parse_policy(text: str, origin: str = "policy") -> Policy:
     r = _Reader(origin, text)
     r.known(doc, _TOP)
     schema = doc.get("schema")
-    if schema != SCHEMA:
+    if schema is True or schema != SCHEMA:  # True == 1, and is no version
         raise r.fail("schema", f"is {schema!r}, this version reads {SCHEMA}", f"write schema = {SCHEMA}")
     name = r.text(doc, "name", "")
     if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):

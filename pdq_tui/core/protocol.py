@@ -602,8 +602,9 @@ _head: msgspec.json.Decoder[_Head] = msgspec.json.Decoder(_Head)
 
 
 def encode(message: Message) -> bytes:
-    """One line, newline included, stamped with the time if it has none. Floats that are not finite become null and
-    the field's name is listed in ``nonfinite_fields``; text that is not UTF-8 encodable is replaced."""
+    """One line, newline included, stamped with the time if it has none. Floats that are not finite become null (in a
+    list: are left out) and the field's name is listed in ``nonfinite_fields``; text that is not UTF-8 encodable is
+    replaced."""
     if not message.t_ns:
         message.t_ns = time.monotonic_ns()
     lost: list[str] = []
@@ -627,7 +628,10 @@ def _clean(value: Any, path: str, lost: list[str]) -> Any:
             for k, v in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_clean(v, f"{path}[{i}]", lost) for i, v in enumerate(value)]
+        before = len(lost)
+        cleaned = [_clean(v, f"{path}[{i}]", lost) for i, v in enumerate(value)]
+        # Readers of a list of numbers expect numbers: what is not one is left out, and named.
+        return [v for v in cleaned if v is not None] if len(lost) > before and None in cleaned else cleaned
     return value
 
 

@@ -68,6 +68,7 @@ def test_a_whole_policy_is_read() -> None:
     ("old", "new", "line", "words"),
     [
         ("schema = 1", "schema = 2", 1, ["schema", "reads 1"]),
+        ("schema = 1", "schema = true", 1, ["schema", "reads 1"]),
         ('name = "trial"', 'name = "../x"', 2, ["name", "not a legal name"]),
         ('name = "trial"', 'name = ".x"', 2, ["name"]),
         ('name = "trial"', 'name = ""', 2, ["name"]),

@@ -100,6 +100,15 @@ def test_X01_a_number_that_is_not_finite_is_null_and_named() -> None:
     assert back.ttft_ms is None and back.tpot_ms is None
 
 
+def test_a_number_of_a_series_that_is_not_finite_is_left_out_and_named_and_the_record_survives() -> None:
+    request = p.Request(
+        request=1, arm="A", policy="x", policy_digest="y", kind="loop", itl_ms=[1.0, math.nan, 2.0]
+    )
+    line = p.encode(request)
+    assert json.loads(line)["nonfinite_fields"] == ["itl_ms[1]"]
+    assert p.decode_event(line).itl_ms == [1.0, 2.0]
+
+
 def test_text_that_no_encoding_can_hold_is_replaced() -> None:
     back = p.decode_event(p.encode(p.Note(level="info", text="half a pair: \ud800.")))
     assert back.text == "half a pair: ?."
