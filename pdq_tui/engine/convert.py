@@ -97,7 +97,7 @@ def _convert(gguf: Path, target: Path, progress: Progress, cancelled: Callable[[
             phase = PHASES.index(words[-1]) if words and words[-1] in PHASES else 0
             progress(phase, len(PHASES) - 1, f"{gguf.name}: {PHASES[phase]}")
             time.sleep(POLL_S)
-        reader.join(5)
+        reader.join()
         if child.returncode != 0:
             said = next((w[7:] for w in reversed(words) if w.startswith("error: ")), None)
             raise PdqError(
@@ -108,6 +108,9 @@ def _convert(gguf: Path, target: Path, progress: Progress, cancelled: Callable[[
         if child.poll() is None:
             child.kill()
             child.wait()
+        reader.join()
+        if child.stdout is not None:
+            child.stdout.close()
         shutil.rmtree(working, ignore_errors=True)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub.errors
-import huggingface_hub.utils
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -18,13 +17,14 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from tqdm import std as tqdm_std  # type: ignore[import-untyped]
 
 from pdq_tui.engine.cancel import Cancelled, interruptible
 from pdq_tui.errors import PdqError, UnfitError, UsageError
 
 # The hub's library took several HTTP libraries in turn; its own errors descend from the one it uses now.
+_TQDM: Any = tqdm_std.tqdm
 _HTTP_ERROR: Any = vars(huggingface_hub.errors)["HTTPError"]
-_TQDM: Any = vars(huggingface_hub.utils)["tqdm"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 #: What a causal language model needs; weights in other formats are not fetched.

@@ -1,0 +1,229 @@
+"""Threads, memory meters, device choice, faults and peaks: small parts, each with the file or figure it was given."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_device import FakeDevice
+
+from pdq_tui.core import protocol as p
+from pdq_tui.engine import faults, memory
+from pdq_tui.engine import peaks as peaks_module
+from pdq_tui.engine.channel import LONG_QUEUE, EventWriter, Inbox
+from pdq_tui.engine.device import CpuDevice, cuda_bus_id, cuda_uuid, open_device, pick_gpu
+from pdq_tui.engine.runner import Peaks
+from pdq_tui.engine.threads import cpu_quota, quota_v1, quota_v2, thread_count
+from pdq_tui.errors import UnfitError
+
+
+@pytest.mark.parametrize(
+    ("text", "quota"),
+    [
+        ("200000 100000", 2.0),
+        ("150000 100000\n", 1.5),
+        ("max 100000", None),
+        ("", None),
+        (None, None),
+        ("x y", None),
+    ],
+)
+def test_T14_cpu_max(text: str | None, quota: float | None) -> None:
+    assert quota_v2(text) == quota
+
+
+@pytest.mark.parametrize(("quota_us", "quota"), [("-1", None), ("50000", 0.5), ("400000", 4.0), (None, None)])
+def test_T14_cgroup_v1(quota_us: str | None, quota: float | None) -> None:
+    assert quota_v1(quota_us, "100000") == quota
+
+
+@pytest.mark.parametrize(
+    ("cpus", "quota", "wanted", "threads", "why"),
+    [
+        (8, 2.0, None, 2, "quota"),
+        (8, 1.5, None, 1, "quota"),
+        (8, 0.5, None, 1, "quota"),
+        (8, None, None, 8, "affinity"),
+        (1, 4.0, None, 1, "affinity"),
+        (8, None, 3, 3, "3 asked for"),
+        (2, None, 16, 2, "though 16 were asked for"),
+        (4, None, 0, 1, "asked"),
+    ],
+)
+def test_T14_threads_are_the_smallest_limit(
+    cpus: int, quota: float | None, wanted: int | None, threads: int, why: str
+) -> None:
+    found, reason = thread_count(cpus, quota, wanted)
+    assert found == threads
+    assert why in reason
+
+
+def test_T14_the_tightest_quota_of_all_parents(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "cpu.max").write_text("150000 100000")
+    (tmp_path / "a" / "b" / "cpu.max").write_text("max 100000")
+    own = tmp_path / "cgroup"
+    own.write_text("0::/a/b\n")
+    assert cpu_quota(tmp_path, own) == 1.5
+    assert cpu_quota(tmp_path, tmp_path / "missing") is None
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("100000")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
+    own.write_text("4:memory:/x\n1:cpu,cpuacct:/elsewhere\n")
+    assert cpu_quota(tmp_path, own) == 1.0
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
+def test_T14_one_cpu_in_the_affinity_mask_is_one_thread() -> None:
+    script = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from pdq_tui.engine.threads import affinity, thread_count\n"
+        "print(thread_count(affinity(), None)[0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"
+
+
+def test_T12_high_water_is_reset_for_each_stage() -> None:
+    meter = memory.peak_meter()
+    if isinstance(meter, memory.SampledRss):
+        pytest.skip("this system does not let VmHWM be reset")
+    meter.reset()
+    before = meter.peak_bytes()
+    ballast = bytearray(os.urandom(1)) * (64 << 20)
+    high = meter.peak_bytes()
+    del ballast
+    meter.reset()
+    after = meter.peak_bytes()
+    assert before is not None
+    assert high is not None
+    assert after is not None
+    assert high > before + (48 << 20)
+    assert after < high - (48 << 20)
+
+
+def test_T12_without_a_reset_the_set_is_sampled_and_says_so(tmp_path: Path) -> None:
+    meter = memory.peak_meter(clear_refs=tmp_path / "missing" / "clear_refs")
+    assert isinstance(meter, memory.SampledRss)
+    assert "sampled" in meter.method
+    assert (meter.peak_bytes() or 0) > 0
+
+
+def test_a_gpu_is_named_by_index_or_uuid_and_never_guessed() -> None:
+    uuids: list[str | None] = ["GPU-aaaa-1", "GPU-aabb-2", None]
+    assert pick_gpu(None, uuids) == 0
+    assert pick_gpu("1", uuids) == 1
+    assert pick_gpu("GPU-aab", uuids) == 1
+    for word, said in (("7", "no GPU 7"), ("GPU-aa", "several"), ("GPU-zz", "no GPU is called")):
+        with pytest.raises(UnfitError, match=said):
+            pick_gpu(word, uuids)
+
+
+def test_uuid_and_bus_id_are_spelled_as_nvml_does() -> None:
+    card = SimpleNamespace(name="H200", uuid="ab-cd", pci_bus_id=0x1B, pci_domain_id=0, pci_device_id=0)
+    assert cuda_uuid(card) == "GPU-ab-cd"
+    assert cuda_bus_id(card) == "00000000:1B:00.0"
+    assert cuda_uuid(SimpleNamespace(name="old")) is None
+    assert cuda_bus_id(SimpleNamespace(name="old")) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_a_sentence() -> None:
+    with pytest.raises(UnfitError, match="no CUDA device"):
+        open_device("cuda")
+    assert open_device("auto", wanted_threads=1).kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "wanted"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0"),
+            "oom",
+            int(2.5 * 2**30),
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes."),
+            "oom",
+            400,
+        ),
+        (MemoryError(), "oom", None),
+        (RuntimeError("CUDA error: device-side assert triggered"), "device", None),
+        (ValueError("something else"), "internal", None),
+    ],
+)
+def test_S06_faults_say_stage_wanted_and_free(error: Exception, kind: str, wanted: int | None) -> None:
+    found = faults.failure(error, "decode, step 5", FakeDevice())
+    assert (found.kind, found.wanted_bytes, found.fatal) == (kind, wanted, True)
+    assert "decode, step 5" in found.message
+    if kind == "oom":
+        assert found.free_bytes == 9900
+
+
+def test_peaks_are_kept_and_only_get_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CpuDevice(1)
+    seen = iter([Peaks(10.0, "sum", {"fp32": 1.0}), Peaks(8.0, "mv", {"fp32": 2.0}), Peaks(12.0, "mv", {})])
+    monkeypatch.setattr(peaks_module, "measure", lambda *_: next(seen))
+
+    def look() -> Peaks:
+        return peaks_module.peaks(device, device.info(), tmp_path, lambda *_: None, lambda: False)
+
+    assert look() == Peaks(10.0, "sum", {"fp32": 1.0})
+    assert look() == Peaks(10.0, "sum", {"fp32": 2.0})
+    best = Peaks(12.0, "mv", {"fp32": 2.0})
+    assert look() == best
+    assert look() == best  # from the cache: there is no fourth measurement
+    (file,) = (tmp_path / "peaks").glob("*.json")
+    assert json.loads(file.read_text())["looks"] == 3
+    file.write_text("{damaged")
+    with pytest.raises(StopIteration):
+        look()
+
+
+def test_droppable_events_are_dropped_and_counted_while_nobody_reads() -> None:
+    read, write = os.pipe()
+    writer = EventWriter(write, on_broken=lambda: None)
+    for number in range(4000):
+        writer.send(p.StageSample(request=number, arm="A", stage="decode", tokens=1))
+        if number % 1000 == 0:
+            writer.send(p.RunEnded(reason="done", requests=number))
+    found: list[p.Message] = []
+    with os.fdopen(read, "rb") as stream:
+        for line in stream:
+            found.append(p.decode_event(line))
+            if isinstance(found[-1], p.Dropped):
+                break
+    os.close(write)
+    kept = sum(isinstance(e, p.StageSample) for e in found)
+    (dropped,) = (e for e in found if isinstance(e, p.Dropped))
+    assert dropped.count > 0
+    assert kept + dropped.count <= 4000
+    assert LONG_QUEUE < 4000
+    assert sum(isinstance(e, p.RunEnded) for e in found) == 4
+
+
+def test_stop_and_cancel_reach_what_was_asked_before_them_and_nothing_later() -> None:
+    said: list[p.Message] = []
+    inbox = Inbox(said.append)
+    inbox.take(p.Load(model="x"))
+    inbox.take(p.StartLoop(arm="A", arms=["A", "B"]))
+    inbox.take(p.CancelTask())
+    inbox.take(p.Stop())
+    inbox.take(p.Load(model="y"))
+    inbox.take(p.SelectArm(arm="B"))
+    inbox.take(p.Interleave(on=True))
+    inbox.take(p.Ping(id=5))
+    assert [inbox.cancelled(n) for n in (1, 2, 3)] == [True, True, False]
+    assert [inbox.stopped(n) for n in (1, 2, 3)] == [True, True, False]
+    assert (inbox.selected, inbox.interleave) == ("B", True)
+    assert isinstance(said[0], p.Pong)
+    assert [inbox.next() for _ in range(3)][2] is not None
+    inbox.take(p.Shutdown())
+    assert inbox.next() is None
+    assert inbox.stopped(3)
