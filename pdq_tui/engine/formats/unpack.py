@@ -46,10 +46,10 @@ def cpu_block() -> int:
     """Rows of a full block in this torch's CPU layout; 0 where all blocks hold neighbouring rows in a byte.
     Raises UnfitError for a layout that is not known here."""
     generator = torch.Generator().manual_seed(1)
-    q = torch.randint(0, 16, (136, 32), dtype=torch.int32, generator=generator)
+    q = torch.randint(0, 16, (144, 32), dtype=torch.int32, generator=generator)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
     for block in (64, 32, 0):
-        back = torch.empty((32, 136))
+        back = torch.empty((32, 144))
         _nibbles_cpu(packed, back, block)
         if torch.equal(back.t().to(torch.int32), q):
             return block
