@@ -36,7 +36,7 @@ def _amount(done: float, total: float | None, unit: str) -> str:
         return f"{format_bytes(done)} of {ends}" if ends else format_bytes(done)
     if total:
         return f"{min(done / total, 9.99) * 100:3.0f} %"
-    return f"{done:.0f} {unit}".strip()
+    return f"{done:.0f} {unit}".strip() if done else "running"
 
 
 def note_rows(view: SessionView, width: int, height: int, look: Look) -> list[Row]:

@@ -225,14 +225,15 @@ class LiveScreen(Screen[None]):
             panel = self._rows(stage)
             if panel.display:
                 rows = panels.stage_rows(view, stage, panel.size.width, look)
-                panel.show(rows, stage.upper(), panels.stage_subtitle(view, stage))
+                panel.show(rows, panels.stage_title(view, stage, look), panels.stage_subtitle(view, stage))
         for name in ("device", "side"):
             panel = self._rows(name)
             if panel.display:
                 panel.show(device_panel.device_rows(view, panel.size.width, look), title, source)
         stages = self._rows("stages")
         if stages.display:
-            stages.show(panels.both_rows(view, stages.size.width, look), "STAGES")
+            words = panels.live_words(view, look)
+            stages.show(panels.both_rows(view, stages.size.width, look), f"STAGES  {words}".rstrip())
 
     def _draw_charts(self, view: SessionView) -> None:
         for index, chart_id in enumerate(self.charts):

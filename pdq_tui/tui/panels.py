@@ -52,6 +52,21 @@ def stage_rows(view: SessionView, stage: Stage, width: int, look: Look) -> list[
     return [clip(r, width) for r in rows]
 
 
+def stage_title(view: SessionView, stage: Stage, look: Look) -> str:
+    """The stage's name; while the running request is in it, so marked, with the tokens made so far."""
+    return f"{stage.upper()}  {live_words(view, look)}" if view.live_stage == stage else stage.upper()
+
+
+def live_words(view: SessionView, look: Look) -> str:
+    """Where the running request is: "● token 37 of 64"; nothing between requests."""
+    if not view.live_stage:
+        return ""
+    if view.live_stage != "decode":
+        return look.own("● ") + view.live_stage
+    wanted = f" of {view.workload.workload.output_tokens}" if view.workload else ""
+    return look.own("● ") + f"token {view.live_tokens}{wanted}"
+
+
 def stage_subtitle(view: SessionView, stage: Stage) -> str:
     """What the panel's figures rest on."""
     if stage == "prefill":

@@ -84,7 +84,11 @@ def _empty(view: SessionView, missing: str) -> str:
         return "workload refused, see 6 Log"
     if view.model is None:
         return f"engine {view.engine.state}"
-    return "no request yet" if view.running else "no request yet: r starts the workload"
+    if view.running:
+        return "no request has ended yet"
+    if view.wants_loop:
+        return "starts when both arms are ready"
+    return "no request yet: r starts the workload"
 
 
 def _memory(
