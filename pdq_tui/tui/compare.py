@@ -34,7 +34,7 @@ class CompareScreen(Page):
     TITLE_WORD = "2 COMPARE"
     DEFAULT_CSS = """
     CompareScreen {
-        & #snapshots { height: 30%; min-height: 4; max-height: 10; }
+        & #snapshots { height: 4; }
         & #setup { height: auto; max-height: 3; padding: 0 1; }
         & #rows { height: 1fr; }
         & #spread { display: none; height: 7; }
@@ -122,12 +122,12 @@ class CompareScreen(Page):
 
     @property
     def run_dir(self) -> Path:
-        return Path(self._session().view().run_dir)
+        return Path(self._session().view(1.0).run_dir)
 
     # -- the list of snapshots
 
     def _look(self) -> None:
-        if self.is_current and self._session().view().snapshots != self._known:
+        if self.is_current and self._session().view(1.0).snapshots != self._known:
             self._list()
 
     def on_screen_resume(self) -> None:
@@ -135,7 +135,7 @@ class CompareScreen(Page):
             self._list()
 
     def _list(self) -> None:
-        view = self._session().view()
+        view = self._session().view(1.0)
         self._known = view.snapshots
         folders = dict.fromkeys([Path(getattr(self.app, "runs_dir"))])  # noqa: B009 - see _session
         if self.run_dir.is_absolute():  # a run started with --dir lies elsewhere
@@ -246,8 +246,10 @@ class CompareScreen(Page):
         wanted = "" if self._filter_rows else self.wanted
         listed = [s for s in self.listed if wanted in f"{s.id} {s.arm} {s.policy} {s.model} {s.note}".lower()]
         lines = compare_rows.snapshot_lines(
-            listed, self.picked, self._session().view().run_id, picker.size.width - 3
+            listed, self.picked, self._session().view(1.0).run_id, picker.size.width - 3
         )
+        # no taller than its lines: the table below has more to show
+        picker.styles.height = max(4, min(len(lines) + 2, self.size.height * 3 // 10, 10))
         self._set(picker, lines or [Line.of("no snapshot matches" if wanted else "no snapshot yet", "dim")])
         picker.border_subtitle = f"{len(self.picked)} picked of {len(self.listed)}"
         self._show_rows()
@@ -293,6 +295,11 @@ class CompareScreen(Page):
             return None
         mine = self.comparison.rows_of(self.comparison.candidates[self.pair].id)
         return next((r for r in mine if r.metric == key), None)
+
+    @property
+    def help_metric(self) -> str | None:
+        """Id of the metric that help is to explain: the row under the cursor."""
+        return None if self.row is None else self.row.metric
 
     def samples(self, row: Row) -> tuple[Sequence[float], Sequence[float]] | None:
         """The values of both sides, one a counted request; None for what is not measured a request."""

@@ -74,7 +74,7 @@ class ExportDialog(ModalScreen[None]):
     def on_mount(self) -> None:
         self.set_class(is_ascii(self.app), "-ascii")
         if self.folder is None:
-            run_dir = Path(self._session().view().run_dir)
+            run_dir = Path(self._session().view(1.0).run_dir)
             self.folder = (
                 run_dir if run_dir.is_absolute() else Path.cwd()
             )  # a run kept in memory only has no place

@@ -65,6 +65,8 @@ class HelpScreen(ModalScreen[None]):
         if self.subject is None:
             below = [screen for screen in self.app.screen_stack if screen is not self]
             self.subject = below[-1] if below else None
+        if self.metric is None:  # a screen may say which metric its focused row is about
+            self.metric = METRICS.get(getattr(self.subject, "help_metric", None) or "")
         self.query_one(LineList).focus()
 
     def on_resize(self) -> None:

@@ -152,7 +152,7 @@ class LineList(ScrollView, can_focus=True):
         & > .list--cursor { background: $boost; text-style: bold; }
         &:focus > .list--cursor { background: $primary-muted; text-style: bold; }
         & > .list--head { text-style: bold; }
-        & > .list--dim { color: $text-muted; }
+        & > .list--dim { text-style: dim; }
         & > .list--good { color: $text-accent; text-style: bold; }
         & > .list--bad { color: $text-warning; text-style: bold; }
         & > .list--warn { color: $text-warning; }

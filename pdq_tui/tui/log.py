@@ -56,7 +56,7 @@ class LogScreen(Page):
         self.set_interval(0.5, self._tick)
 
     def _tick(self) -> None:
-        view: SessionView = self._session().view()
+        view: SessionView = self._session().view(1.0)
         path = Path(view.run_dir) / "stderr.log"
         if self.is_current:
             self._show_events(view.notes)
@@ -124,7 +124,7 @@ class LogScreen(Page):
         self._redraw()
 
     def _redraw(self) -> None:
-        self._show_events(self._session().view().notes, force=True)
+        self._show_events(self._session().view(1.0).notes, force=True)
         if self.tail is not None:
             self._read(self.tail, "", self.wanted, force=True)
 

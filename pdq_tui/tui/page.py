@@ -86,7 +86,8 @@ class Page(Screen[None]):
             & > #title, & > #body, & > #said, & > #filter, & > KeyLine { display: none; }
             & > #too-small { display: block; }
         }
-        .panel { border: round $border-blurred; border-title-style: bold; padding: 0; }
+        .panel { border: round $border-blurred; border-title-style: bold; border-title-color: $foreground;
+                 border-subtitle-color: $foreground; padding: 0; }
         .panel:focus, .panel:focus-within { border: round $border; }
         &.-ascii LineList { scrollbar-size: 0 0; }
         &.-ascii .panel { border: ascii $border-blurred; }

@@ -185,7 +185,7 @@ class PoliciesScreen(Page):
         self.query_one("#list", LineList).set_lines(lines or [Line.of("no policy matches", "dim")])
 
     def _arms(self) -> dict[str, str]:
-        view = self._session().view()
+        view = self._session().view(1.0)
         return {name: arm.wanted.digest for name, arm in view.arms.items() if arm.wanted is not None}
 
     def _session(self) -> Any:
@@ -327,7 +327,7 @@ class PoliciesScreen(Page):
     def _refresh_coverage(self) -> None:
         if not self.is_current:
             return
-        view = self._session().view()
+        view = self._session().view(1.0)
         lines = [
             Line(tuple((drawn(self.app, text), role) for text, role in line.parts))
             for line in coverage_lines([view.arms[name] for name in sorted(view.arms)])
