@@ -47,21 +47,26 @@ def main() -> None:
         "--out", "--json", dest="out", type=Path, default=ROOT / "tests/benchmarks/results/app.json"
     )
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--in", dest="prompt", type=int, default=512, help="prompt tokens")
+    parser.add_argument("--new", type=int, default=64, help="new tokens")
     parser.add_argument("--seconds", type=float, default=20.0, help="window for CPU and bytes")
     parser.add_argument("--pairs", type=int, default=20, help="pairs attached / suspended")
     parser.add_argument("--slice", type=float, default=4.0, help="seconds of one half of a pair")
     parser.add_argument("--starts", type=int, default=3, help="starts for the first screen")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pdq-bench-") as scratch:
-        bench = Bench(args.model, Path(scratch))
+        bench = Bench(args.model, Path(scratch), ["--in", str(args.prompt), "--out", str(args.new)])
+        step("the model: fetched, converted, and run once")
         bench.prepare()
         result: dict[str, Any] = {
             "schema": 1,
-            "what": "the app on the demo model in a terminal of 120x36, default refresh",
+            "what": "the app on the demo model in a terminal of 120x36, default refresh,"
+            f" prompt {args.prompt}, {args.new} new tokens",
             "repeat": "make bench, or python tests/benchmarks/app.py --out FILE",
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "limits": LIMITS,
         }
+        step(f"first screen, {args.starts} starts")
         result["first_screen"] = bench.first_screen(args.starts)
         result |= bench.live(args.seconds, args.pairs, args.slice)
     result["machine"] = _machine()
@@ -108,11 +113,14 @@ class Journal:
 
 
 class Bench:
-    def __init__(self, model: str, scratch: Path) -> None:
+    def __init__(self, model: str, scratch: Path, workload: list[str]) -> None:
         self.model = model
+        self.workload = workload
         self.scratch = scratch
         self.command = str(Path(sys.executable).with_name("pdq-tui"))
-        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("PDQ_", "PYTHON")) and k != "NO_COLOR"}
+        self.env = {
+            k: v for k, v in os.environ.items() if not k.startswith(("PDQ_", "PYTHON")) and k != "NO_COLOR"
+        }
         self.env |= {
             "PDQ_HOME": os.environ.get("PDQ_HOME", str(ROOT / ".venv" / "demo-home")),
             "TERM": "xterm-256color",
@@ -143,7 +151,9 @@ class Bench:
 
     def start(self, name: str) -> tuple[Terminal, Journal]:
         runs = self.scratch / name
-        return Terminal([self.command, self.model, "--dir", str(runs)], self.env), Journal(runs)
+        return Terminal([self.command, self.model, *self.workload, "--dir", str(runs)], self.env), Journal(
+            runs
+        )
 
     def first_screen(self, starts: int) -> dict[str, Any]:
         seconds, silent = [], []
@@ -168,8 +178,11 @@ class Bench:
         try:
             if terminal.wait(full_frame, 20.0) is None:
                 sys.exit(f"no full frame within 20 s; the screen:\n{terminal.screen()}")
+            step("keys while the engine loads, quantizes and measures")
             keys = self._keys(terminal, journal)
+            step(f"CPU and bytes over {seconds:g} s")
             result = self._quiet(terminal, journal, seconds)
+            step(f"{pairs} pairs attached / suspended")
             result["attached"] = self._pairs(terminal, journal, pairs, part)
             code = terminal.close()
         finally:
@@ -259,6 +272,10 @@ class Bench:
             "pairs_without_a_whole_request": lost,
             "requests": used,
         }
+
+
+def step(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
 
 def full_frame(text: str) -> bool:
