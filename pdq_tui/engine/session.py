@@ -74,6 +74,8 @@ class Session:
             self._fail(failed.__cause__ or failed, where)
         except (
             RuntimeError,
+            OSError,
+            ImportError,
             MemoryError,
             ArithmeticError,
             LookupError,
