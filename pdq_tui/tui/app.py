@@ -24,7 +24,6 @@ from pdq_tui.core.workload import Workload
 from pdq_tui.errors import PdqError
 from pdq_tui.host.view import SessionView, TaskView
 from pdq_tui.tui import keys, theme
-from pdq_tui.tui.commands import PdqCommands
 from pdq_tui.tui.lines import sentence
 from pdq_tui.tui.live import LiveScreen
 from pdq_tui.tui.terminal import AsciiDriver, needs_ascii, start_marker
@@ -98,6 +97,12 @@ def _log() -> Screen[Any]:
     return LogScreen()
 
 
+def _palette() -> type[Provider]:
+    from pdq_tui.tui.commands import PdqCommands  # not before the palette is opened
+
+    return PdqCommands
+
+
 class PdqApp(App[int]):
     """``session``: see LiveLike. Returns the process exit code. It closes the session before it ends.
 
@@ -111,7 +116,7 @@ class PdqApp(App[int]):
         "live": LiveScreen, "compare": _compare, "policies": _policies, "log": _log,
     }  # fmt: skip
     BINDINGS: ClassVar[list[BindingType]] = list(keys.APP)
-    COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {PdqCommands}
+    COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {_palette}
     ENABLE_COMMAND_PALETTE = True
 
     def __init__(self, session: LiveLike, options: Options) -> None:
