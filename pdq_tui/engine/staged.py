@@ -19,13 +19,13 @@ from pdq_tui import locations
 from pdq_tui.core.kernels import Capability, KernelTable
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.protocol import Coverage, Fallback, KvInfo, WeightsInfo
-from pdq_tui.core.roofline import StageCost
 from pdq_tui.engine import attention
 from pdq_tui.engine.checkpoint import Masters
 from pdq_tui.engine.cost import CostModel
 from pdq_tui.engine.formats.linears import LINEARS
 from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec
 from pdq_tui.engine.formats.unpack import Scratch
+from pdq_tui.engine.generation import Generation
 from pdq_tui.engine.kernels import Prober, capability
 from pdq_tui.engine.kv import KvCache, KvShape
 from pdq_tui.engine.plan import (
@@ -331,90 +331,6 @@ class StagedArm:
         if not owner.rotary and owner.max_positions is not None and capacity > owner.max_positions:
             raise UsageError(f"this model has {owner.max_positions} positions, {capacity} were asked for")
         return Generation(self, owner.cache(batch, capacity), batch, pad)
-
-
-class Generation:
-    """One request: ``prefill`` once, ``handoff`` once, then ``step`` for every further token. Nothing synchronises."""
-
-    def __init__(self, arm: StagedArm, cache: KvCache, batch: int, pad: Tensor | None) -> None:
-        owner = arm.owner
-        self._arm, self._cache, self._batch = arm, cache, batch
-        self._pdq = owner.attention_name == "pdq"
-        device = owner.device.torch_device
-        self._pads: list[int] = [0] * batch if pad is None else [int(n) for n in pad.tolist()]
-        self._pad = pad.to(device) if pad is not None and any(self._pads) else None
-        self._call = owner.caller.logits
-        self._decode = arm.view("decode", batch, batch)
-        self._mask: Tensor | None = None
-        with torch.inference_mode():
-            if self._pad is None:
-                self._position = torch.zeros((1, 1), dtype=torch.int64, device=device)
-            else:
-                self._position = -self._pad[:, None].to(torch.int64)
-                self._mask = (
-                    attention.decode_mask(self._pad, cache.capacity, owner.dtype)
-                    if self._pdq
-                    else (torch.arange(cache.capacity, device=device)[None, :] >= self._pad[:, None]).to(
-                        torch.int64
-                    )
-                )
-        cache.reset()
-
-    @property
-    def length(self) -> int:
-        """Positions filled, padding included."""
-        return self._cache.end
-
-    @torch.inference_mode()
-    def prefill(self, ids: Tensor) -> Tensor:
-        """int64 [B, P], left-padded → logits [B, V] of the last position; fills the cache."""
-        B, P = ids.shape
-        view = self._arm.view("prefill", B * P, B)
-        self._cache.reset()
-        self._cache.advance(P)
-        if self._pad is None:
-            mask = None
-            positions = torch.arange(P, device=ids.device)[None, :]
-        else:
-            positions = attention.prefill_positions(self._pad, P)
-            assert self._mask is not None
-            mask = attention.prefill_mask(self._pad, P) if self._pdq else self._mask[:, :P]
-        logits = self._call(view.model, ids, mask, positions, self._cache)
-        self._position.add_(P)
-        return logits
-
-    def handoff(self) -> None:
-        """Conversion of the KV cache between the stages: [kv] convert = "never" has none."""
-
-    @torch.inference_mode()
-    def step(self, tokens: Tensor) -> Tensor:
-        """int64 [B] → logits [B, V] of the next position."""
-        cache = self._cache
-        cache.advance(1)
-        mask = self._mask
-        if mask is not None:
-            mask = mask[..., : cache.end]
-        logits = self._call(self._decode.model, tokens[:, None], mask, self._position, cache)
-        self._position.add_(1)
-        return logits
-
-    # -- census --------------------------------------------------------------------------------------------------------
-
-    def prefill_cost(self, P: int) -> StageCost:
-        """Bytes and FLOPs of a prefill of P positions; those of padding are not counted."""
-        view = self._arm.view("prefill", self._batch * P, self._batch)
-        return self._arm.owner.costs.prefill(view.placements, [P - pad for pad in self._pads])
-
-    def step_cost(self) -> StageCost:
-        """Bytes and FLOPs of the next step, at the cache's current length."""
-        contexts = [self.length + 1 - pad for pad in self._pads]
-        return self._arm.owner.costs.step(self._decode.placements, contexts, sum(self._pads))
-
-    def bytes_per_step(self) -> int:
-        return self.step_cost().bytes
-
-    def bytes_per_step_wasted(self) -> int:
-        return self.step_cost().wasted_bytes
 
 
 def _wanted(by_stage: dict[Stage, list[Placement]]) -> dict[Key, tuple[Layer, Spec]]:

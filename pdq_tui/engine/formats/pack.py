@@ -17,7 +17,7 @@ from pdq_tui.engine.cancel import check
 from pdq_tui.engine.formats.packed import Packed, Spec
 
 #: Elements quantized between two looks at the cancel flag; rows are taken in multiples of the packed row block.
-SLICE_ELEMENTS = 1 << 21
+SLICE_ELEMENTS = 1 << 20
 ROW_BLOCK = 64
 
 
