@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from pdq_tui.host.view import SessionView, TaskView
 from pdq_tui.tui import keys, theme
 from pdq_tui.tui.lines import sentence
 from pdq_tui.tui.live import LiveScreen
-from pdq_tui.tui.terminal import AsciiDriver, needs_ascii, start_marker
+from pdq_tui.tui.terminal import AsciiDriver, needs_ascii, own_terminal, start_marker
 
 if TYPE_CHECKING:
     from textual.command import Provider
@@ -148,6 +149,13 @@ class PdqApp(App[int]):
                 f"no theme is called {name!r}", f"there are: {', '.join(sorted(self.available_themes))}"
             )
         self.theme = name
+
+    def run(self, **how: Any) -> int | None:
+        """As ``App.run``, with this process's descriptors 1 and 2 kept off the terminal meanwhile."""
+        if how.get("headless") or sys.__stderr__ is None or not sys.__stderr__.isatty():
+            return super().run(**how)
+        with own_terminal(Path(self.session.view().run_dir) / "app.log"):
+            return super().run(**how)
 
     # -- start ---------------------------------------------------------------------------------------------------------------
 

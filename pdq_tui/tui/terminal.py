@@ -1,9 +1,12 @@
-"""What this terminal can show, and a driver for one that can show ASCII only."""
+"""What this terminal can show, a driver for one that can show ASCII only, and keeping it to ourselves."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from rich.cells import cell_len
 from textual.drivers.linux_driver import LinuxDriver
@@ -47,3 +50,36 @@ def start_marker(wanted: str, plain: bool, environment: Mapping[str, str]) -> st
     if wanted != "auto":
         return wanted
     return "block" if environment.get("TERM") in ("linux", "vt100", "vt220") else "braille"
+
+
+@contextlib.contextmanager
+def own_terminal(log: Path) -> Iterator[None]:
+    """While it lasts, descriptors 1 and 2 lead to ``log`` and the terminal is written to through copies of them.
+
+    Libraries and C++ code of this process write to 1 and 2 whatever Python's streams are; on the terminal that would
+    scroll the screen away. A log that cannot be opened is replaced by the null device.
+    """
+    try:
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError:
+        target = os.open(os.devnull, os.O_WRONLY)
+    before = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    copies = []
+    for number, stream in ((1, sys.__stdout__), (2, sys.__stderr__)):
+        assert stream is not None, "a terminal was asked for before"
+        stream.flush()
+        copies.append(
+            open(os.dup(number), "w", encoding=stream.encoding, errors=stream.errors, buffering=1)  # noqa: PTH123, SIM115
+        )
+        os.dup2(target, number)
+    os.close(target)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = copies  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        for number, copy in enumerate(copies, 1):
+            copy.flush()
+            os.dup2(copy.fileno(), number)
+            copy.close()
+        sys.stdout, sys.stderr = before[:2]
+        sys.__stdout__, sys.__stderr__ = before[2:]  # type: ignore[misc]

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
+import pty
+import select
+import struct
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +198,31 @@ async def test_S09_any_theme_draws_with_and_without_colour(
             assert app.screen.query_one("#chart0").render_line(0).text.strip()
 
 
+def in_terminal(script: Path, environment: dict[str, str]) -> tuple[int, bytes]:
+    """Run ``script`` on a pseudo-terminal of 120x36: its exit code, and everything that arrived there."""
+    hidden = ("LANG", "LC_ALL", "NO_COLOR", "COLORTERM", "PYTHONUTF8")
+    base = {k: v for k, v in os.environ.items() if k not in hidden}
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 36, 120, 0, 0))
+    child = subprocess.Popen(
+        [sys.executable, str(script)], stdin=slave, stdout=slave, stderr=slave, env=base | environment
+    )
+    os.close(slave)
+    received = b""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        ready, _, _ = select.select([master], [], [], 0.2)
+        if ready:
+            try:
+                received += os.read(master, 65536)
+            except OSError:
+                break
+        elif child.poll() is not None:
+            break
+    os.close(master)
+    return child.wait(20), received
+
+
 _CHILD = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -217,51 +248,51 @@ sys.exit(Short(FakeSession(), Options(runs_dir=Path("/tmp"), fps=2.0)).run())
 )
 def test_S09_starts_in_a_real_terminal(environment: dict[str, str], tmp_path: Path) -> None:
     """Runs on a pseudo-terminal; what arrives there must hold the labels, and ASCII only where nothing else can."""
-    import pty
-    import select
-    import time
-
-    here = str(Path(__file__).parent)
     script = tmp_path / "child.py"
-    script.write_text(_CHILD.format(tests=here), encoding="utf-8")
-    base = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("LANG", "LC_ALL", "NO_COLOR", "COLORTERM", "PYTHONUTF8")
-    }
-    master, slave = pty.openpty()
-    import fcntl
-    import struct
-    import termios
-
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 36, 120, 0, 0))
-    child = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env=base | environment,
-    )
-    os.close(slave)
-    received = b""
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        ready, _, _ = select.select([master], [], [], 0.2)
-        if ready:
-            try:
-                received += os.read(master, 65536)
-            except OSError:
-                break
-        elif child.poll() is not None:
-            break
-    os.close(master)
-    assert child.wait(20) == 0, received[-2000:]
+    script.write_text(_CHILD.format(tests=str(Path(__file__).parent)), encoding="utf-8")
+    code, received = in_terminal(script, environment)
+    assert code == 0, received[-2000:]
     assert b"PREFILL" in received and b"DECODE" in received
     if "ascii" in environment.get("PYTHONIOENCODING", "") or environment.get("LC_ALL") == "POSIX":
         assert received.isascii()
         assert b"\\u" not in received
     if "NO_COLOR" not in environment:
         assert b"\x1b[" in received
+
+
+_SCRIBBLER = """
+import os, sys, subprocess, warnings
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from fake_views import FakeSession, make_view
+from pdq_tui.tui.app import Options, PdqApp
+class Short(PdqApp):
+    def on_ready(self):
+        self.set_timer(1.0, self.scribble)
+        self.set_timer(2.5, lambda: self.leave(0))
+    def scribble(self):
+        os.write(2, b"SCRIBBLE-two")
+        os.write(1, b"SCRIBBLE-one")
+        subprocess.run(["sh", "-c", "echo SCRIBBLE-child >&2"])
+        print("SCRIBBLE-print")
+        warnings.warn("SCRIBBLE-warn")
+code = Short(FakeSession(make_view(run_dir={tests_out!r})), Options(runs_dir=Path("/tmp"), fps=2.0)).run()
+print("AFTERWARDS")
+sys.exit(code)
+"""
+
+
+def test_S03_nothing_of_this_process_scribbles_on_the_screen(tmp_path: Path) -> None:
+    script = tmp_path / "child.py"
+    here = str(Path(__file__).parent)
+    script.write_text(_SCRIBBLER.format(tests=here, tests_out=str(tmp_path)), encoding="utf-8")
+    code, received = in_terminal(script, {"TERM": "xterm-256color", "LANG": "C.UTF-8"})
+    assert code == 0, received[-2000:]
+    assert b"PREFILL" in received
+    assert b"SCRIBBLE" not in received
+    assert b"AFTERWARDS" in received, "the streams are given back"
+    logged = (tmp_path / "app.log").read_text(encoding="utf-8")
+    assert all(f"SCRIBBLE-{word}" in logged for word in ("two", "one", "child"))
 
 
 def test_live_prompts_of_a_mixed_workload_show_their_range() -> None:
