@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import signal
 import struct
 import subprocess
 import termios
@@ -211,18 +210,21 @@ class Terminal:
 
     def close(self, timeout: float = 10.0) -> int | None:
         """End the program as a person would (twice ctrl+c); its exit code, None where it had to be killed."""
-        code: int | None = None
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
             self.send(b"\x03")
             time.sleep(0.3)
             if self.process.poll() is None:
                 self.send(b"\x03")
         try:
-            code = self.process.wait(timeout)
+            code: int | None = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            code = None
+        self.kill()
+        return code
+
+    def kill(self) -> None:
+        """End the program at once; what it started has to notice by itself."""
+        self.process.kill()
+        self.process.wait()
         os.close(self._master)
         self._reader.join(1.0)
-        return code
