@@ -64,6 +64,7 @@ def compare(
     emit(render(comparison, format_, diff_only=diff_only, ascii_only=format_ == "table" and ascii_only()))
     worse = [row for row in comparison.rows if row.judgement == "worse"]
     if fail_on == "worse":
+        labels = {side.id: side.label for side in comparison.candidates}
         for row in worse:
-            say(f"worse: {row.candidate} in {row.name}")
+            say(f"worse: {labels[row.candidate]} ({row.candidate}) in {row.name}")
     raise typer.Exit(GATE if fail_on == "worse" and worse else OK)
