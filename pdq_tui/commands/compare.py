@@ -20,7 +20,8 @@ def compare(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="REF CAND...", help="Snapshots: RUN/NNN, a unique prefix of one, @last, or a path."
+            metavar="REF CAND...",
+            help="Snapshots: RUN/NNN, a unique prefix of one, @last, @last-1 (the one before), or a path.",
         ),
     ],
     format_: Annotated[
@@ -54,12 +55,13 @@ def compare(
         )
     share = None if min_effect is None else fraction(min_effect, "--min-effect")
     loaded = settings({"run.min_effect": ("--min-effect", share), "run.dir": ("--dir", directory)})
+    from pdq_tui.commands.stored import snapshot_path
     from pdq_tui.report.tables import render
     from pdq_tui.store.compare import compare as compare_snapshots
-    from pdq_tui.store.snapshot import load, resolve
+    from pdq_tui.store.snapshot import load
 
     runs = runs_dir(loaded)
-    found = [load(resolve(word, runs)) for word in words]
+    found = [load(snapshot_path(word, runs)) for word in words]
     comparison = compare_snapshots(found, loaded.settings.run.min_effect, force=force)
     emit(render(comparison, format_, diff_only=diff_only, ascii_only=format_ == "table" and ascii_only()))
     worse = [row for row in comparison.rows if row.judgement == "worse"]

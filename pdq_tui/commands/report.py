@@ -19,7 +19,8 @@ def report(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="SNAPSHOT...", help="Snapshots: RUN/NNN, a unique prefix of one, @last, or a path."
+            metavar="SNAPSHOT...",
+            help="Snapshots: RUN/NNN, a unique prefix of one, @last, @last-1 (the one before), or a path.",
         ),
     ],
     formats: Annotated[
@@ -38,11 +39,12 @@ def report(
     ] = None,
 ) -> None:
     loaded = settings({"run.dir": ("--runs", runs)})
+    from pdq_tui.commands.stored import snapshot_path
     from pdq_tui.report.write import write
     from pdq_tui.store.compare import compare
-    from pdq_tui.store.snapshot import load, resolve
+    from pdq_tui.store.snapshot import load
 
-    found = [load(resolve(word, runs_dir(loaded))) for word in words]
+    found = [load(snapshot_path(word, runs_dir(loaded))) for word in words]
     source = (
         found[0].document()
         if len(found) == 1

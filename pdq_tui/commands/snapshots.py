@@ -18,7 +18,11 @@ app = typer.Typer(
 )
 
 Word = Annotated[
-    str, typer.Argument(metavar="SNAPSHOT", help="RUN/NNN, a unique prefix of one, @last, or a path.")
+    str,
+    typer.Argument(
+        metavar="SNAPSHOT",
+        help="RUN/NNN, a unique prefix of one, @last, @last-1 (the one before), or a path.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
@@ -52,11 +56,12 @@ def list_(as_json: AsJson = False, directory: flags.RunsDir = None) -> None:
 
 @app.command(help="Print one snapshot's figures.")
 def show(word: Word, as_json: AsJson = False, directory: flags.RunsDir = None) -> None:
+    from pdq_tui.commands.stored import snapshot_path
     from pdq_tui.report.tables import render
-    from pdq_tui.store.snapshot import load, resolve
+    from pdq_tui.store.snapshot import load
 
     runs = runs_dir(settings({"run.dir": ("--dir", directory)}))
-    snapshot = load(resolve(word, runs))
+    snapshot = load(snapshot_path(word, runs))
     say(str(snapshot.path), level=1)
     if as_json:
         emit(render(snapshot.document(), "json"))
@@ -68,15 +73,19 @@ def show(word: Word, as_json: AsJson = False, directory: flags.RunsDir = None) -
 def rm(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="SNAPSHOT...", help="RUN/NNN, a unique prefix of one, @last, or a path."),
+        typer.Argument(
+            metavar="SNAPSHOT...",
+            help="RUN/NNN, a unique prefix of one, @last, @last-1 (the one before), or a path.",
+        ),
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     directory: flags.RunsDir = None,
 ) -> None:
-    from pdq_tui.store.snapshot import remove, resolve
+    from pdq_tui.commands.stored import snapshot_path
+    from pdq_tui.store.snapshot import remove
 
     runs = runs_dir(settings({"run.dir": ("--dir", directory)}))
-    paths = list(dict.fromkeys(resolve(word, runs) for word in words))
+    paths = list(dict.fromkeys(snapshot_path(word, runs) for word in words))
     if not yes:
         if not sys.stdin.isatty():
             raise UsageError("nothing was deleted: there is no terminal to ask on", "say --yes")

@@ -81,6 +81,9 @@ def test_a_run_leaves_a_snapshot_an_arm_and_each_can_be_found(measured: Measured
     assert {s["note"] for s in listed} == {"[/"}
     shown = json.loads(measured.pdq("snapshots", "show", "@last", "--json").stdout, parse_constant=_refuse)
     assert shown["arms"][0]["label"] == "int8"
+    before = json.loads(measured.pdq("snapshots", "show", "@last-1", "--json").stdout)
+    assert before["arms"][0]["label"] == "bf16"
+    assert measured.pdq("snapshots", "show", "@last-2").returncode == 2
 
 
 def test_compare_and_report_from_what_a_run_left(measured: Measured, tmp_path: Path) -> None:

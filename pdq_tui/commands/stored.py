@@ -1,0 +1,23 @@
+"""Snapshots by the words that a person gives."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pdq_tui.errors import UsageError
+from pdq_tui.store.snapshot import list_snapshots, resolve
+
+
+def snapshot_path(word: str, runs: Path) -> Path:
+    """``store.snapshot.resolve``, and ``@last-N``: the N-th before the last by the time they were made.
+
+    Raises UsageError where there is no such snapshot.
+    """
+    back = re.fullmatch(r"@last-(\d+)", word)
+    if back is None:
+        return resolve(word, runs)
+    found = sorted(list_snapshots(runs), key=lambda s: (s.created, s.id), reverse=True)
+    if int(back[1]) >= len(found):
+        raise UsageError(f"{word}: there are {len(found)} snapshots in {runs}", "`pdq-tui snapshots list`")
+    return Path(found[int(back[1])].path)
