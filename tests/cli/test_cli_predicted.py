@@ -1,0 +1,161 @@
+"""Bytes and coverage told from file headers alone, and what damaged files are told."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_gear import Pdq
+
+from pdq_tui.core.catalog import find_policy
+from pdq_tui.core.kernels import load_kernels
+from pdq_tui.core.policy import Policy, StagePolicy
+from pdq_tui.core.predict import Prediction, packed_bytes, predict
+from pdq_tui.core.shapes import read_shapes
+from pdq_tui.errors import UsageError
+
+CONFIG = {
+    "model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
+}  # fmt: skip
+
+
+def model(folder: Path, shapes: dict[str, list[int]], config: dict[str, Any] | None = None) -> Path:
+    """A directory of headers: the data is a hole in the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | (config or {})))
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        size = 2
+        for edge in shape:
+            size *= edge
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    body = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(body)) + body)
+        file.truncate(8 + len(body) + offset)
+    return folder
+
+
+SHAPES = {
+    "model.embed_tokens.weight": [128, 64],
+    "model.layers.0.self_attn.q_proj.weight": [64, 64],
+    "model.layers.0.mlp.down_proj.weight": [64, 96],
+    "model.norm.weight": [64],
+}
+
+
+def told(folder: Path, policy: Policy) -> Prediction:
+    return predict(policy, read_shapes(folder), load_kernels("cpu"), 512, 1)
+
+
+def test_bytes_of_both_stages_and_what_they_share(tmp_path: Path) -> None:
+    folder = model(tmp_path, SHAPES)
+    p = told(folder, find_policy("w8a8-prefill-int8-decode"))
+    int8 = packed_bytes(StagePolicy("int8").format, 64, 64, 2) + packed_bytes(
+        StagePolicy("int8").format, 64, 96, 2
+    )
+    assert (p.stored_bytes, p.extra_bytes) == (int8, 0)
+    assert p.kept_bytes == 2 * (128 * 64 + 64)
+    assert p.kv_bytes_per_token == 2 * 1 * 2 * 16 * 2
+    dual = told(folder, find_policy("w8a8-prefill-int4-decode"))
+    assert dual.stored_bytes == dual.stages["prefill"].bytes + dual.stages["decode"].bytes
+    assert dual.extra_bytes == dual.stages["decode"].bytes
+
+
+def test_Q03_a_group_that_does_not_divide_is_smaller_padded_or_left(tmp_path: Path) -> None:
+    folder = model(tmp_path, SHAPES)  # K = 96 takes groups of 32, not of 64
+    import msgspec
+
+    int4 = find_policy("int4")
+    smaller = told(folder, int4).stages["decode"]
+    assert set(smaller.formats) == {"bf16", "int4-g64", "int4-g32"}
+    left = told(folder, msgspec.structs.replace(int4, on_misfit="leave")).stages["decode"]
+    assert any(
+        "96" in each.reason and each.modules == ("model.layers.0.mlp.down_proj",) for each in left.left
+    )
+    padded = told(folder, msgspec.structs.replace(int4, on_misfit="pad")).stages["decode"]
+    assert set(padded.formats) == {"bf16", "int4-g64"}
+    assert padded.bytes > smaller.bytes - 1
+
+
+def test_the_engine_finds_what_was_predicted(pdq: Pdq, tiny_model: Path) -> None:
+    """The prediction against the engine's own census after packing, to the byte."""
+    words = (
+        "--in",
+        "16",
+        "--out",
+        "4",
+        "--blocks",
+        "1",
+        "--min-seconds",
+        "0",
+        "--no-solo",
+        "--device",
+        "cpu",
+        "--json",
+    )
+    done = pdq("run", str(tiny_model), "-p", "w8a8-prefill-int4-decode", *words)
+    assert done.returncode == 0, done.stderr
+    weights = json.loads(done.stdout)["arms"][0]["weights"]
+    [p] = json.loads(
+        pdq(
+            "policies",
+            "check",
+            "w8a8-prefill-int4-decode",
+            "--model",
+            str(tiny_model),
+            "--in",
+            "16",
+            "--json",
+        ).stdout
+    )
+    assert (p["stored_bytes"], p["extra_bytes"]) == (weights["stored_bytes"], weights["extra_bytes"])
+    coverage = json.loads(done.stdout)["arms"][0]["coverage"]
+    for stage in ("prefill", "decode"):
+        assert p["stages"][stage]["converted_parameters"] == coverage[stage]["converted_parameters"]
+
+
+def test_fused_experts_are_counted_and_left(tmp_path: Path) -> None:
+    folder = model(tmp_path, SHAPES | {"model.layers.0.mlp.experts.gate_up_proj": [4, 64, 128]})
+    p = told(folder, find_policy("int8"))
+    assert p.stages["decode"].total_parameters == 128 * 64 + 64 * 64 + 64 * 96 + 4 * 64 * 128
+    assert any("1 fused" in note for note in p.notes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        ("pointer", "is a Git LFS pointer"),
+        ("empty", "cut off or damaged"),
+        ("header", "cut off or damaged"),
+        ("garbage", "header cannot be read"),
+        ("no weights", "there are no .safetensors files"),
+        ("no config", "config.json: missing"),
+        ("bad config", "config.json: cannot be read"),
+    ],
+)
+def test_I06_damaged_files_are_named(tmp_path: Path, damage: str, sentence: str) -> None:
+    folder = model(tmp_path, SHAPES)
+    file = folder / "model.safetensors"
+    match damage:
+        case "pointer":
+            file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+        case "empty":
+            file.write_bytes(b"")
+        case "header":
+            file.write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
+        case "garbage":
+            file.write_bytes(struct.pack("<Q", 4) + b"{{{{" + bytes(100))
+        case "no weights":
+            file.unlink()
+        case "no config":
+            (folder / "config.json").unlink()
+        case "bad config":
+            (folder / "config.json").write_text("{")
+    with pytest.raises(UsageError) as caught:
+        read_shapes(folder)
+    assert sentence in caught.value.message
