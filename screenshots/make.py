@@ -97,8 +97,12 @@ async def main(requests: int, model: str, prompt: int, new: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=12, help="requests of each arm before the pictures are taken")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--requests", type=int, default=12, help="requests of each arm before the pictures are taken"
+    )
     parser.add_argument("--model", default="demo", help="model directory, or demo")
     parser.add_argument("--in", dest="prompt", type=int, default=512, help="prompt tokens")
     parser.add_argument("--new", type=int, default=64, help="new tokens")

@@ -25,18 +25,19 @@ from typing import Any
 import torch
 
 from pdq_tui import locations
+from pdq_tui.core import prompts as texts
 from pdq_tui.core.catalog import find_policy
+from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.protocol import Load, Request
 from pdq_tui.core.stats import block_interval
 from pdq_tui.core.workload import Workload
-from pdq_tui.engine.cancel import CancelledError
+from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.device import CpuDevice
 from pdq_tui.engine.loader import load_model
 from pdq_tui.engine.prompts import Prepared, prepare
 from pdq_tui.engine.runner import Arm, Hooks, Limits, run_request
 from pdq_tui.engine.staged import StagedModel
-from pdq_tui.core import prompts as texts
 from tests.benchmarks.machine import machine
 from tests.benchmarks.reference import Generate
 
@@ -46,12 +47,16 @@ MAIN = "w8a8-prefill-int4-decode"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     parser.add_argument("--blocks", type=int, default=10, help="blocks of the interleaved run")
     parser.add_argument("--in", dest="prompt", type=int, default=512, help="prompt tokens")
     parser.add_argument("--new", type=int, default=64, help="new tokens")
-    parser.add_argument("--model", default=None, help="model directory (default: the demo model, fetched once)")
+    parser.add_argument(
+        "--model", default=None, help="model directory (default: the demo model, fetched once)"
+    )
     args = parser.parse_args()
     bench = Bench(args.model, args.prompt, args.new)
     result: dict[str, Any] = {
@@ -87,9 +92,17 @@ class Bench:
         self.generate = Generate(self.directory)
 
     def _staged(self) -> StagedModel:
-        return StagedModel(self.loaded.skeleton, self.loaded.masters, self.device, budget_bytes=None)
+        return StagedModel(
+            self.loaded.skeleton,
+            self.loaded.masters,
+            self.device,
+            budget_bytes=None,
+            kernels=load_kernels("cpu"),
+        )
 
-    def _apply(self, model: StagedModel, policy: Policy, cancelled: Callable[[], bool] = lambda: False) -> Any:
+    def _apply(
+        self, model: StagedModel, policy: Policy, cancelled: Callable[[], bool] = lambda: False
+    ) -> Any:
         return model.apply(policy, rows=(1, self.prompt), progress=lambda *_: None, cancelled=cancelled)
 
     # -- figures -----------------------------------------------------------------------------------------------------
@@ -117,7 +130,7 @@ class Bench:
                 self._apply(model, find_policy(name), flag.is_set)
                 out[f"{name}_cancel_ms"] = None
                 out[f"{name}_cancel_ms_reason"] = "ended before the cancel came"
-            except CancelledError:
+            except Cancelled:
                 out[f"{name}_cancel_ms"] = round((time.perf_counter() - asked[0]) * 1e3, 1)
             timer.join()
         return out
@@ -207,7 +220,13 @@ class Bench:
     def _request(self, arm: Arm, index: int, new: int) -> Request:
         record = Request(request=index, arm=arm.label, policy="", policy_digest="", kind="loop")
         return run_request(
-            self.device, arm, self._batch(index), self.prompt + self.new, Limits(new, natural=False), record, Hooks()
+            self.device,
+            arm,
+            self._batch(index),
+            self.prompt + self.new,
+            Limits(new, natural=False),
+            record,
+            Hooks(),
         )
 
 
@@ -221,12 +240,12 @@ def _speedup(differences: list[float]) -> dict[str, Any]:
 
 
 def _demo() -> Path:
-    from pdq_tui.engine.convert import converted
+    from pdq_tui.engine.convert import cache_name, converted
     from pdq_tui.host import demo
 
     folder = demo.fetch()
     gguf = next(folder.rglob("*.gguf"))
-    return converted(gguf, locations.demo_dir() / "converted", lambda *_: None, lambda: False)
+    return converted(gguf, locations.demo_dir() / cache_name(gguf), lambda *_: None, lambda: False)
 
 
 if __name__ == "__main__":
