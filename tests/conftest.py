@@ -4,6 +4,7 @@ model, fetched once for all of them."""
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 #: The demo model outlives a test session; it lies in the environment that `make clean` takes away.
 DEMO_HOME = ROOT / ".venv" / "demo-home"
+
+# Started in the background (a CI job, nohup), a process inherits ignored signals, and hands them on to every child:
+# Ctrl-C and a dropped line would then do nothing, which is exactly what some tests are about.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
