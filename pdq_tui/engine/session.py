@@ -153,7 +153,15 @@ class Session:
         except Cancelled:
             return
         except PdqError as error:
-            self.send(p.Failure(kind="model", message=error.message, hint=error.hint, stage="load"))
+            self.send(
+                p.Failure(
+                    kind="model",
+                    message=error.message,
+                    hint=error.hint,
+                    stage="load",
+                    exit_code=error.exit_code,
+                )
+            )
             return
         bench = self.bench = Bench(device, self.send)
         bench.eos, bench.peaks = model.eos, found
@@ -166,6 +174,7 @@ class Session:
             p.ModelReady(
                 model=model.info,
                 device=info,
+                attention=command.attention,
                 load_peak_bytes=peak,
                 load_peak_reason=None if peak is not None else "this device has no high-water mark",
             )
@@ -262,7 +271,9 @@ class Session:
                 ),
             )
         except PdqError as error:
-            self.send(p.Failure(kind="usage", message=error.message, hint=error.hint))
+            self.send(
+                p.Failure(kind="usage", message=error.message, hint=error.hint, exit_code=error.exit_code)
+            )
             self.send(p.RunEnded(reason="failed", requests=0))
 
     def _between(self) -> bool:

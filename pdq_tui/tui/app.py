@@ -135,7 +135,8 @@ class PdqApp(App[int]):
         self.showing = "live"
         for each in theme.THEMES:
             self.register_theme(each)
-        keys.check(options.keys, known_ids())
+        if options.keys:  # looking them up imports every screen: only for those who changed one
+            keys.check(options.keys, known_ids())
         self.set_keymap(options.keys)
         self.set_theme(theme.start_theme(options.theme, os.environ))
 
@@ -331,7 +332,7 @@ def _with_source(load: Load, source: Path) -> Load:
 
 def known_ids() -> list[str]:
     """Ids of every key binding of the app and its screens: what ``[keys]`` may name."""
-    from pdq_tui.tui import ask, export, lines, page
+    from pdq_tui.tui import ask, compare, export, lines, log, page, policies
     from pdq_tui.tui import help as helping
 
     found = [*keys.ids(keys.APP), *keys.ids(keys.LIVE)]
@@ -339,10 +340,14 @@ def known_ids() -> list[str]:
         ask.Ask,
         ask.Pick,
         ask.Write,
+        compare.CompareScreen,
+        compare.RowDetail,
         export.ExportDialog,
         helping.HelpScreen,
         lines.LineList,
+        log.LogScreen,
         page.Page,
+        policies.PoliciesScreen,
     ):
         found += [b.id for b in owner.BINDINGS if isinstance(b, Binding) and b.id]
     return found
