@@ -1,7 +1,7 @@
 """Attention of the two stages, registered with transformers: the view's config names it, nothing looks at the stage.
 
-Prefill: causal SDPA over the whole prompt, right with left padding. Decode: one query row a sequence, two matmuls over
-the filled part of the cache, query heads grouped by reshape. Masks are made once a request (4-D, passed through by
+Prefill: causal SDPA over the whole prompt, right with left padding. Decode: one query row a sequence, SDPA over the
+filled part of the cache, query heads grouped by reshape. Masks are made once a request (4-D, passed through by
 transformers as they are), None where nothing is padded.
 """
 
@@ -88,12 +88,11 @@ def decode_attention(
     _refuse(kwargs)
     B, H, _, D = query.shape
     kv_heads = key.shape[1]
-    grouped = query.reshape(B, kv_heads, H // kv_heads, D) * (D**-0.5 if scaling is None else scaling)
-    scores = torch.matmul(grouped, key.transpose(2, 3))
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    out = torch.matmul(torch.softmax(scores, -1), value)
-    return out.view(B, 1, H, D), None
+    # The query heads of one KV head stand as the rows of one query: keys and values are read once for all of them, and
+    # nothing is repeated. Two matmuls are up to four times slower where bf16 is multiplied in software.
+    grouped = query.reshape(B, kv_heads, H // kv_heads, D)
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(B, 1, H, D), None
 
 
 def register() -> None:
