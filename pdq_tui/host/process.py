@@ -1,4 +1,4 @@
-"""One worker process: its own session and process group, pipes for messages, a file for everything else it prints.
+"""One worker process: its own session and process group, pipes for messages, a log for everything else it prints.
 
 Started by ``subprocess.Popen``, never ``multiprocessing``: inside a running Textual app ``spawn`` raises and ``fork``
 would copy threads and device state. The thread that calls ``Worker`` must live as long as the worker: the worker asks
@@ -12,18 +12,18 @@ import os
 import queue
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from pdq_tui.core.protocol import Message, encode
+from pdq_tui.host.printed import Printed
+from pdq_tui.host.stages import StageWatch
 
 #: A line longer than this is no message of ours: it is skipped up to its newline.
 MAX_LINE: Final = 32 * 1024 * 1024
-TAIL_BYTES: Final = 4096
 
 
 def worker_environment() -> dict[str, str]:
@@ -63,8 +63,8 @@ class Worker:
         self.last_heard: float | None = None
         self._on_line = on_line
         self._on_exit = on_exit
-        self._log = _open_log(log)
-        self._log_start = os.fstat(self._log.fileno()).st_size
+        self.stages = StageWatch(role)
+        self._printed = Printed(role, log, lambda: self.stages.word)
         self._lock = threading.Lock()
         self._reaped = False
         self._ended = threading.Event()
@@ -74,14 +74,15 @@ class Worker:
                 list(argv),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._log,
+                stderr=self._printed.fd,
                 bufsize=0,
                 start_new_session=True,
                 env=worker_environment(),
             )
         except BaseException:
-            self._log.close()
+            self._printed.close()
             raise
+        self._printed.start()
         self.pid = self._process.pid
         self._reader = self._thread(self._read)
         self._writer = self._thread(self._write)
@@ -106,6 +107,7 @@ class Worker:
 
     def send(self, message: Message) -> None:
         """Queue one command; a writer thread carries it over."""
+        self.stages.sent(message)
         self._outbox.put(encode(message))
 
     def signal(self, number: int) -> None:
@@ -121,14 +123,7 @@ class Worker:
 
     def tail(self) -> str:
         """The end of what this worker printed outside the protocol; carriage-return progress collapsed."""
-        try:
-            size = os.fstat(self._log.fileno()).st_size
-            start = max(self._log_start, size - TAIL_BYTES)
-            data = os.pread(self._log.fileno(), max(size - start, 0), start)
-        except (OSError, ValueError):
-            return ""
-        lines = [line.rsplit("\r", 1)[-1] for line in data.decode("utf-8", "replace").split("\n")]
-        return "\n".join(line for line in lines if line.strip())
+        return self._printed.tail()
 
     # -- threads ---------------------------------------------------------------------------------------------------------
 
@@ -181,14 +176,7 @@ class Worker:
         self._reader.join(5.0)
         self._writer.join(1.0)
         self._on_exit(self, code)
-        self._log.close()
+        self._printed.close()
         if not self._reader.is_alive() and self._process.stdout is not None:
             self._process.stdout.close()
         self._ended.set()
-
-
-def _open_log(path: Path | None) -> IO[bytes]:
-    if path is not None:
-        with contextlib.suppress(OSError):
-            return path.open("a+b", buffering=0)
-    return tempfile.TemporaryFile("a+b", buffering=0)

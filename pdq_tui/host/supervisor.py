@@ -266,6 +266,7 @@ class Supervisor:
             return
         if not event.t_ns:
             event.t_ns = time.monotonic_ns()
+        worker.stages.take(event)
         match event:
             case Hello() if event.role != worker.role:
                 self._count_garbage(worker, line)

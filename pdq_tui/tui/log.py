@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ from textual.binding import Binding, BindingType
 
 from pdq_tui.host.view import NoteView, SessionView
 from pdq_tui.tui.lines import Line, LineList, drawn, fit, literal, title, widest
-from pdq_tui.tui.log_tail import Entry, LogTail
+from pdq_tui.tui.log_tail import LogTail
 from pdq_tui.tui.page import Page
 
 _ROLES = {"info": "", "warn": "warn", "error": "bad"}
@@ -64,9 +63,7 @@ class LogScreen(Page):
             return
         if self.tail is None or self.tail.path != path:
             self.tail = LogTail(path)
-        # read on while another screen is in front, or lines would get the time of coming back as theirs
-        stage = view.live_stage if view.running and view.live_stage else view.engine.state
-        self._read(self.tail, f"{datetime.now():%H:%M:%S} {literal(stage)}", self.wanted)
+        self._read(self.tail, self.wanted)
 
     def _session(self) -> Any:
         return getattr(self.app, "session")  # noqa: B009 - the app's class is not this room's to know
@@ -77,14 +74,13 @@ class LogScreen(Page):
 
     # A log on a slow home must not hold up the keys, hence the thread.
     @work(thread=True, group="tail")
-    def _read(self, tail: LogTail, stamp: str, wanted: str, force: bool = False) -> None:
+    def _read(self, tail: LogTail, wanted: str, force: bool = False) -> None:
         if not tail.busy.acquire(blocking=force):
             return
         try:
-            # what stands in the file before the first look came at an unknown time
-            changed = tail.read(stamp if tail.looked else "")
+            changed = tail.read()
             lines = engine_lines(tail, wanted) if changed or force else None
-            total = len(tail.entries) + bool(tail.partial)
+            total = len(tail.entries) + (tail.partial is not None)
         finally:
             tail.busy.release()
         if lines is not None:
@@ -126,7 +122,7 @@ class LogScreen(Page):
     def _redraw(self) -> None:
         self._show_events(self._session().view(1.0).notes, force=True)
         if self.tail is not None:
-            self._read(self.tail, "", self.wanted, force=True)
+            self._read(self.tail, self.wanted, force=True)
 
     def action_level(self, level: str) -> None:
         self.levels ^= {level}
@@ -143,9 +139,11 @@ class LogScreen(Page):
 
 def engine_lines(tail: LogTail, wanted: str) -> list[Line]:
     """The tail's lines that hold ``wanted`` (lower case); for a thread, 5,000 of them are a few milliseconds."""
-    rows = [*tail.entries, Entry("", tail.partial)] if tail.partial else list(tail.entries)
+    rows = [*tail.entries, *([tail.partial] if tail.partial else [])]
     lines = [
-        Line(((f"{row.when} ", "dim"), (literal(row.text), ""))) if row.when else Line.of(literal(row.text))
+        Line(((f"{literal(row.when)} ", "dim"), (literal(row.text), "")))
+        if row.when
+        else Line.of(literal(row.text))
         for row in rows
         if wanted in row.text.lower()
     ]

@@ -8,6 +8,8 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
+from pdq_tui.host.printed import collapsed, unmarked
+
 #: At most this much is read at once; what came faster is skipped and said so.
 READ_BYTES = 1 << 20
 #: Lines kept.
@@ -17,7 +19,7 @@ LINE_CHARS = 2_000
 
 
 class Entry(NamedTuple):
-    """``when``: the stamp given to ``read`` for the batch in which the line came; "" for lines older than the tail."""
+    """``when``: time and stage of a line that was marked with them, else ""."""
 
     when: str
     text: str
@@ -26,7 +28,8 @@ class Entry(NamedTuple):
 class LogTail:
     """Follows one file. One reader at a time: whoever holds ``busy``.
 
-    entries  newest last, at most KEPT_LINES; an unfinished last line is ``partial``, shown but not kept yet.
+    entries  newest last, at most KEPT_LINES; an unfinished last line is ``partial``, shown but not kept yet; None
+             where there is none.
     error    a sentence while the file cannot be read, else None. A file that is not there yet is no error.
     """
 
@@ -34,7 +37,7 @@ class LogTail:
         self.path = path
         self.busy = threading.Lock()
         self.entries: deque[Entry] = deque(maxlen=keep)
-        self.partial = ""
+        self.partial: Entry | None = None
         self.error: str | None = None
         self.skipped_bytes = 0
         #: whether the file was looked at before, so that what comes now is new
@@ -43,12 +46,12 @@ class LogTail:
         self._identity: tuple[int, int] | None = None
         self._rest = b""
 
-    def read(self, when: str = "") -> bool:
+    def read(self) -> bool:
         """Take in what was appended since the last call; True where anything changed. Never raises OSError."""
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                changed = self._take(file.fileno(), status, when)
+                changed = self._take(file.fileno(), status)
         except FileNotFoundError:
             changed, self.error = self.error is not None, None
         except OSError as error:
@@ -60,11 +63,11 @@ class LogTail:
         self.looked = True
         return changed
 
-    def _take(self, descriptor: int, status: os.stat_result, when: str) -> bool:
+    def _take(self, descriptor: int, status: os.stat_result) -> bool:
         identity = (status.st_dev, status.st_ino)
         if identity != self._identity or status.st_size < self._offset:
             # another file under the same name, or cut short: begin again with its end
-            self._identity, self._offset, self._rest, when = identity, 0, b"", ""
+            self._identity, self._offset, self._rest = identity, 0, b""
         behind = status.st_size - self._offset
         if behind <= 0:
             return False
@@ -73,19 +76,21 @@ class LogTail:
             self.skipped_bytes += skipped
             self._offset += skipped
             self._rest = b""
-            self.entries.append(Entry(when, f"… {skipped:,} bytes came too fast and are only in {self.path}"))
+            self.entries.append(Entry("", f"… {skipped:,} bytes came too fast and are only in {self.path}"))
         block = os.pread(descriptor, READ_BYTES, self._offset)
         self._offset += len(block)
         *whole, self._rest = (self._rest + block).split(b"\n")
-        self.entries.extend(Entry(when, collapsed(line)) for line in whole[-(self.entries.maxlen or 0) :])
+        self.entries.extend(entry(line) for line in whole[-(self.entries.maxlen or 0) :])
         if len(self._rest) > READ_BYTES:
             self._rest = self._rest[-READ_BYTES:]
-        self.partial = collapsed(self._rest)
+        self.partial = entry(self._rest) if self._rest else None
         return True
 
 
-def collapsed(line: bytes) -> str:
-    """What a terminal would show of a line that rewrote itself with carriage returns: its last state."""
-    states = [state for state in line.split(b"\r") if state.strip()]
-    text = (states[-1] if states else b"").decode("utf-8", "replace")
-    return text if len(text) <= LINE_CHARS else text[:LINE_CHARS] + " …"
+def entry(line: bytes) -> Entry:
+    """A line of the file as it is shown: carriage-return progress in its last state, and cut where it is too long."""
+    when, rest = unmarked(collapsed(line))
+    text = rest.decode("utf-8", "replace")
+    return Entry(
+        when.decode("utf-8", "replace"), text if len(text) <= LINE_CHARS else text[:LINE_CHARS] + " …"
+    )

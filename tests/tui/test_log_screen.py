@@ -12,7 +12,7 @@ from small_app import NASTY, SmallApp, at_every_size, settle, text_of
 from pdq_tui.host.view import NoteView
 from pdq_tui.tui import log_tail
 from pdq_tui.tui.log import LogScreen
-from pdq_tui.tui.log_tail import LogTail, collapsed
+from pdq_tui.tui.log_tail import Entry, LogTail, entry
 
 NOTES = (
     NoteView("06:30:01", "info", "engine started"),
@@ -48,11 +48,12 @@ def test_S03_carriage_return_progress_is_one_line(tmp_path: Path) -> None:
     file.write_bytes(b"start\n" + b"\r".join(b"%3d%%|####" % n for n in range(101)) + b"\r\nend\n 5%\r 6%")
     tail = LogTail(file)
     assert tail.read()
-    assert [e.text for e in tail.entries] == ["start", "100%|####", "end"] and tail.partial == " 6%"
+    assert [e.text for e in tail.entries] == ["start", "100%|####", "end"]
+    assert tail.partial == Entry("", " 6%")
     with file.open("ab") as more:
-        more.write(b"\r 7%\n")
-    assert tail.read("now")
-    assert tail.entries[-1].text == " 7%" and tail.partial == ""
+        more.write(b"\r 7%\n2026-12-02T09:25:31.004 load  8%\r2026-12-02T09:25:32.004 decode  9%")
+    assert tail.read()
+    assert tail.entries[-1] == Entry("", " 7%") and tail.partial == Entry("09:25:32 decode", " 9%")
 
 
 def test_tail_is_bounded_and_says_what_it_skipped(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_tail_is_bounded_and_says_what_it_skipped(tmp_path: Path) -> None:
     assert tail.skipped_bytes == file.stat().st_size - log_tail.READ_BYTES
     file.write_bytes(b"x" * (3 << 20))
     tail.read()
-    assert len(tail.partial) <= log_tail.LINE_CHARS + 2
+    assert tail.partial is not None and len(tail.partial.text) <= log_tail.LINE_CHARS + 2
 
 
 def test_tail_starts_again_on_a_new_or_shortened_file_and_needs_none(tmp_path: Path) -> None:
@@ -73,11 +74,11 @@ def test_tail_starts_again_on_a_new_or_shortened_file_and_needs_none(tmp_path: P
     tail.read()
     assert tail.error is None and not tail.entries
     file.write_bytes(b"one\ntwo\n")
-    tail.read("t")
+    tail.read()
     file.write_bytes(b"new\n")
-    tail.read("t")
+    tail.read()
     assert [e.text for e in tail.entries] == ["one", "two", "new"]
-    assert not tail.read("t"), "nothing new is no change"
+    assert not tail.read(), "nothing new is no change"
 
 
 def test_tail_of_a_directory_is_a_sentence(tmp_path: Path) -> None:
@@ -87,8 +88,8 @@ def test_tail_of_a_directory_is_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"\r", b"\r\r\n", b"\xff\xfe\r\xff", b"a\x00b"])
-def test_collapsed_takes_any_bytes(line: bytes) -> None:
-    assert "\r" not in collapsed(line)
+def test_an_entry_takes_any_bytes(line: bytes) -> None:
+    assert "\r" not in entry(line).text
 
 
 # -- the screen ------------------------------------------------------------------------------------------------------
@@ -101,10 +102,10 @@ async def test_events_and_engine_log_with_levels_and_filter(app: SmallApp) -> No
         shown = text_of(app)
         assert "06:31:00 ! 2 of 253 Linear left in bf16 (see 3 Policies)" in shown and "old line" in shown
         with log_file(app).open("ab") as more:
-            more.write(b"new line\n")
+            more.write(b"2026-12-02T09:25:31.004 decode new line\n")
         await tick(app, pilot)
         new = next(row for row in text_of(app).splitlines() if "new line" in row)
-        assert "decode" in new, "new lines carry time and stage"
+        assert "09:25:31 decode new line" in new, "lines carry the time and stage they were marked with"
         await pilot.press("i")
         await pilot.pause()
         assert "engine started" not in text_of(app)
