@@ -1,7 +1,7 @@
 """A GGUF file, dequantized once into a safetensors directory in the cache, in a process of its own.
 
 transformers cannot be stopped in the middle of this (5 to 20 s for the demo model), a child can; and its memory does
-not count as ours. Started as ``python -m pdq_tui.engine.convert GGUF TARGET``; says its phases on stdout.
+not count as ours. Started as ``python -m pdq_tui.engine.convert PARENT GGUF TARGET``; says its phases on stdout.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ import fcntl
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from pdq_tui.engine.cancel import POLL_S, check
-from pdq_tui.engine.process import die_with_parent
+from pdq_tui.engine.process import die_with_parent, run_module
 from pdq_tui.errors import PdqError, UsageError
 
 Progress = Callable[[float, float | None, str], None]
@@ -74,49 +72,30 @@ def _locked(path: Path, cancelled: Callable[[], bool]) -> Iterator[None]:
 
 
 def _convert(gguf: Path, target: Path, progress: Progress, cancelled: Callable[[], bool]) -> None:
+    for left in target.parent.glob(f"{target.name}.*.part"):  # of one that was killed: we hold the lock
+        shutil.rmtree(left, ignore_errors=True)
     working = target.with_name(f"{target.name}.{os.getpid()}.part")
-    shutil.rmtree(working, ignore_errors=True)
+
+    def poll(words: list[str]) -> None:
+        check(cancelled)
+        phase = PHASES.index(words[-1]) if words and words[-1] in PHASES else 0
+        progress(phase, len(PHASES) - 1, f"{gguf.name}: {PHASES[phase]}")
+
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TQDM_DISABLE": "1",
     }
-    child = subprocess.Popen(
-        [sys.executable, "-m", "pdq_tui.engine.convert", str(gguf), str(working)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
-    words: list[str] = []
-    reader = threading.Thread(target=_read, args=(child, words), name="convert", daemon=True)
-    reader.start()
     try:
-        while child.poll() is None:
-            check(cancelled)
-            phase = PHASES.index(words[-1]) if words and words[-1] in PHASES else 0
-            progress(phase, len(PHASES) - 1, f"{gguf.name}: {PHASES[phase]}")
-            time.sleep(POLL_S)
-        reader.join()
-        if child.returncode != 0:
+        code, words = run_module(
+            "pdq_tui.engine.convert", [str(gguf), str(working)], poll, environment=environment
+        )
+        if code != 0:
             said = next((w[7:] for w in reversed(words) if w.startswith("error: ")), None)
-            raise PdqError(
-                f"{gguf.name} cannot be dequantized: {said or f'the converter ended with {child.returncode}'}"
-            )
+            raise PdqError(f"{gguf.name} cannot be dequantized: {said or f'the converter ended with {code}'}")
         working.rename(target)
     finally:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
-        reader.join()
-        if child.stdout is not None:
-            child.stdout.close()
         shutil.rmtree(working, ignore_errors=True)
-
-
-def _read(child: subprocess.Popen[str], words: list[str]) -> None:
-    assert child.stdout is not None
-    words.extend(line.strip() for line in child.stdout)
 
 
 def main(gguf: Path, target: Path) -> int:
@@ -148,5 +127,5 @@ def main(gguf: Path, target: Path) -> int:
 
 
 if __name__ == "__main__":
-    die_with_parent()
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    die_with_parent(int(sys.argv[1]))
+    sys.exit(main(Path(sys.argv[2]), Path(sys.argv[3])))

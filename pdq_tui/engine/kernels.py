@@ -1,25 +1,30 @@
-"""What this device can do, and probing kernels that may end the process, in a child process."""
+"""What this device can do, and which of the kernels that may end the process do so here."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import subprocess
+import shutil
 import sys
-from collections.abc import Iterable
+import sysconfig
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
 
 from pdq_tui.core.kernels import Candidate, Capability
-from pdq_tui.core.policy import Format
+from pdq_tui.engine.cancel import check
+from pdq_tui.engine.probe import probe_in_child
 
 _log = logging.getLogger(__name__)
 
-#: Seconds a probing child may take, its import of torch included.
-PROBE_TIMEOUT_S: Final = 120.0
+#: What is shown while a child tries kernels.
+LABEL: Final = "trying kernels once on this machine"
+
+#: (kernel, dtype, N, K)
+ProbeKey = tuple[str, str, int, int]
 
 
 class HasCapability(Protocol):
@@ -45,7 +50,15 @@ def capability(device: HasCapability) -> Capability:
         features.append("vnni")
     if cpu._is_amx_tile_supported():
         features.append("amx")
+    if has_cxx():
+        features.append("cxx")
     return Capability("cpu", tuple(features))
+
+
+def has_cxx() -> bool:
+    """Is there what torch's inductor needs to build a program for the CPU: the compiler it would call, and Python.h?"""
+    compiler = shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+    return compiler is not None and (Path(sysconfig.get_path("include")) / "Python.h").is_file()
 
 
 def shape_class(N: int, K: int) -> tuple[int, int]:
@@ -63,17 +76,28 @@ class Prober:
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
         self._stamp = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
-        self._known: dict[tuple[str, str, int, int], bool] = {}
+        self._known: dict[ProbeKey, bool] = {}
 
     def broken(
-        self, wanted: Iterable[tuple[Candidate, str, int, int]]
-    ) -> dict[tuple[str, str, int, int], bool]:
+        self,
+        wanted: Iterable[tuple[Candidate, str, int, int]],
+        cancelled: Callable[[], bool] = lambda: False,
+        progress: Callable[[float, float | None, str], None] = lambda done, total, label: None,
+    ) -> dict[ProbeKey, bool]:
         """For (candidate, dtype name, N, K) → by (name, dtype, N, K): True where the child died there or the result was
-        not finite or wrong."""
+        not finite or wrong. Raises Cancelled (what was found by then stays known).
+
+        progress(0, None, what is going on) while a child works.
+        """
+
+        def poll() -> None:
+            check(cancelled)
+            progress(0, None, LABEL)
+
         asked = list(wanted)
         if not self._known:
             self._known.update(self._recall())
-        missing: dict[tuple[str, str, int, int], dict[str, Any]] = {}
+        missing: dict[ProbeKey, dict[str, Any]] = {}
         for c, dtype, N, K in asked:
             n, k = shape_class(N, K)
             if (c.name, dtype, n, k) not in self._known:
@@ -82,23 +106,25 @@ class Prober:
                     "group_size": c.group_sizes[0] if c.group_sizes else 0, "dtype": dtype, "N": n, "K": k,
                 }  # fmt: skip
         todo = list(missing.items())
-        while todo:
-            good = _child([job for _, job in todo])
-            for (key, _), ok in zip(todo, good, strict=False):
-                self._known[key] = ok
-            if len(good) < len(todo):  # it died at this one: the rest goes to the next child
-                self._known[todo[len(good)][0]] = False
-                todo = todo[len(good) + 1 :]
-            else:
-                todo = []
-        if missing:
-            self._remember()
+        try:
+            while todo:
+                good = probe_in_child([job for _, job in todo], poll)
+                for (key, _), ok in zip(todo, good, strict=False):
+                    self._known[key] = ok
+                if len(good) < len(todo):  # it died at this one: the rest goes to the next child
+                    self._known[todo[len(good)][0]] = False
+                    todo = todo[len(good) + 1 :]
+                else:
+                    todo = []
+        finally:
+            if missing:
+                self._remember()
         return {
             (c.name, dtype, N, K): not self._known[(c.name, dtype, *shape_class(N, K))]
             for c, dtype, N, K in asked
         }
 
-    def _recall(self) -> dict[tuple[str, str, int, int], bool]:
+    def _recall(self) -> dict[ProbeKey, bool]:
         if self._file is None:
             return {}
         try:
@@ -120,55 +146,3 @@ class Prober:
             part.replace(self._file)
         except OSError as error:
             _log.info("probe results are not kept: %s", error)
-
-
-def _child(jobs: list[dict[str, Any]]) -> list[bool]:
-    """Results in order, as far as the child came."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pdq_tui.engine.kernels"],
-            input=json.dumps(jobs),
-            capture_output=True,
-            text=True,
-            timeout=PROBE_TIMEOUT_S,
-            check=False,
-        )
-        text = done.stdout
-    except subprocess.TimeoutExpired as late:
-        text = late.stdout.decode() if late.stdout else ""
-    return [line == "ok" for line in text.splitlines() if line in ("ok", "wrong")]
-
-
-def _probe(job: dict[str, Any]) -> bool:
-    """Run one kernel on random numbers against its dequantized reference in float64."""
-    from pdq_tui.engine.formats.linears import LINEARS
-    from pdq_tui.engine.formats.pack import pack
-    from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec
-    from pdq_tui.engine.formats.unpack import Scratch
-
-    dtype = {name: torch_dtype for torch_dtype, name in DTYPE_NAMES.items()}[job["dtype"]]
-    N, K = job["N"], job["K"]
-    torch.manual_seed(0)
-    master = torch.randn(N, K).to(dtype)
-    spec = Spec(Format(job["weights"], job["activations"], job["group_size"]), job["layout"], N, K, K, dtype)
-    packed = pack(spec, master, torch.device("cpu"), lambda: False)
-    layer = LINEARS[job["op"]](packed, None, Scratch())
-    with torch.inference_mode():
-        for rows in (1, 5, 17):
-            x = torch.randn(rows, K).to(dtype)
-            wanted = x.double() @ master.double().t()
-            error = (layer(x).double() - wanted).norm() / wanted.norm()
-            if not bool(error < 0.2):  # 4 bits by plain rounding are within 0.1; NaN compares false
-                return False
-    return True
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    for job in json.loads(sys.stdin.read()):
-        sys.stdout.write("ok\n" if _probe(job) else "wrong\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

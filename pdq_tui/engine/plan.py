@@ -20,13 +20,13 @@ from pdq_tui.core.kernels import Candidate, Capability, KernelTable
 from pdq_tui.core.policy import GROUP_SIZES, STAGES, Format, Policy, Stage
 from pdq_tui.core.protocol import Coverage, Fallback, LeftModule, WeightsInfo
 from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec, dense_dtype
+from pdq_tui.engine.kernels import ProbeKey
 from pdq_tui.errors import UnfitError, UsageError
 
 #: Below this share of the weights converted, a policy that names another format than the model's is called partial.
 PARTIAL_BELOW = 0.5
 
 #: Candidate's name, dtype, N, K.
-ProbeKey = tuple[str, str, int, int]
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Plan(msgspec.Struct, kw_only=True):
 
 
 class Planner:
-    """Placements for one model on one device. ``broken(requests)`` asks the prober about candidates that may crash."""
+    """Placements for one model on one device. ``broken`` is the prober's: it tells of candidates that may crash."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Planner:
         dtype: torch.dtype,
         table: KernelTable,
         capability: Capability,
-        broken: Callable[[Iterable[tuple[Candidate, str, int, int]]], dict[ProbeKey, bool]],
+        broken: Callable[..., dict[ProbeKey, bool]],
     ) -> None:
         if dtype not in DTYPE_NAMES:
             raise UnfitError(
@@ -166,15 +166,27 @@ class Planner:
 
     def placements(self, policy: Policy, stage: Stage, rows: int, head_rows: int) -> list[Placement]:
         """One for each linear layer, in the model's order. Raises PdqError where the policy cannot run at all."""
-        broken = self._probed(policy, stage)
+        asked = self._risky(policy, stage)
+        broken = self._broken(asked) if asked else {}
         return [
             self._place(policy, stage, layer, head_rows if layer.head else rows, broken)
             for layer in self.census.layers
         ]
 
-    def _probed(self, policy: Policy, stage: Stage) -> dict[ProbeKey, bool]:
-        """Results for every candidate of the table that may crash, where this stage may come to one of them: all in one
-        child, since starting it costs more than what it runs."""
+    def probe(
+        self,
+        policy: Policy,
+        cancelled: Callable[[], bool],
+        progress: Callable[[float, float | None, str], None],
+    ) -> None:
+        """Try what may crash beforehand, where it can be cancelled; ``placements`` finds the results. Both stages in one
+        child, since starting it costs more than what it runs. Raises Cancelled."""
+        asked = [each for stage in STAGES for each in self._risky(policy, stage)]
+        if asked:
+            self._broken(asked, cancelled, progress)
+
+    def _risky(self, policy: Policy, stage: Stage) -> list[tuple[Candidate, str, int, int]]:
+        """Every candidate of the table that may crash, with each shape, where this stage may come to one of them."""
         dtype = DTYPE_NAMES[self.dtype]
         risky = [c for c in self.table.candidates if c.probe and not c.misfit(self.capability, dtype)]
         shapes = set()
@@ -182,13 +194,12 @@ class Planner:
             fmt = policy.format_for(layer.name, stage)
             if any(c.weights == fmt.weights for c in risky):
                 shapes.add((layer.N, layer.K))
-        asked = [
+        return [
             (c, dtype, N, K)
             for c in risky
             for N, K in sorted(shapes)
             if c.shape_misfit(N, K, c.rows[0], c.group_sizes[0] if c.group_sizes else 0) is None
         ]
-        return self._broken(asked) if asked else {}
 
     def _dtype_name(self, fmt: Format) -> str:
         return DTYPE_NAMES[dense_dtype(fmt, self.dtype) if fmt.dense else self.dtype]

@@ -176,11 +176,13 @@ class StagedModel:
         and whatever ``plan`` raises.
         """
         rows = list(rows)
+        progress = progress or (lambda *_: None)
+        self.planner.probe(policy, cancelled, progress)
         plan = self.plan(policy, rows, hard=hard)
         wanted = _wanted(self._placements(policy, rows))
         live = {key for arm in self._arms for key in arm.keys}
         self.store.check_fit(plan.new_bytes, live | set(wanted), self.device.free_bytes())
-        packed = self.store.pack_missing(wanted, progress or (lambda *_: None), cancelled)
+        packed = self.store.pack_missing(wanted, progress, cancelled)
         arm = StagedArm(self, policy, plan, rows, frozenset(wanted), resident=packed == 0)
         self._arms.add(arm)
         return arm

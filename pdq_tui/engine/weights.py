@@ -16,7 +16,7 @@ from pdq_tui.engine.plan import Layer
 from pdq_tui.errors import UnfitError
 
 Key = tuple[str, str]
-Progress = Callable[[float, float, str], None]
+Progress = Callable[[float, float | None, str], None]
 
 #: Bytes that must stay free beside what is packed: scratch for one layer and for activations.
 HEADROOM_BYTES: Final = 64 << 20

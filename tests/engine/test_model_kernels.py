@@ -7,6 +7,7 @@ from pdq_tui.core.policy import Format
 from pdq_tui.core.roofline import Op, StageCost, causal_attention, explained, linear, merged, mfu
 from pdq_tui.engine import kernels
 from pdq_tui.engine.formats.linears import LINEARS
+from pdq_tui.engine.probe import probe_in_child
 from pdq_tui.errors import UsageError
 
 AVX2 = Capability("cpu", ("avx2",))
@@ -114,11 +115,11 @@ def test_roofline_by_hand() -> None:
 def test_a_kernel_that_ends_the_process_is_found_in_a_child(monkeypatch, tmp_path) -> None:
     calls: list[int] = []
 
-    def child(jobs: list[dict[str, object]]) -> list[bool]:
+    def child(jobs: list[dict[str, object]], poll: object) -> list[bool]:
         calls.append(len(jobs))
         return [] if jobs[0]["op"] == "int8pack" else [True] * len(jobs)
 
-    monkeypatch.setattr(kernels, "_child", child)
+    monkeypatch.setattr(kernels, "probe_in_child", child)
     bad = Candidate("int8pack", "int8pack", "int8", "int8", probe=True)
     good = Candidate("w8a8-int8pack", "w8a8-int8pack", "int8", "int8", activations="int8", probe=True)
     file = tmp_path / "probes.json"
@@ -137,4 +138,4 @@ def test_a_kernel_that_ends_the_process_is_found_in_a_child(monkeypatch, tmp_pat
 def test_the_real_child_runs_the_real_kernel() -> None:
     job = {"op": "int8pack", "layout": "int8", "weights": "int8", "activations": "model", "group_size": 0,
            "dtype": "bf16", "N": 128, "K": 128}  # fmt: skip
-    assert kernels._child([job]) == [True]
+    assert probe_in_child([job], lambda: None) == [True]
