@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdq_tui.core.metrics import MEMORY_METRICS, METRICS
+from pdq_tui.core.metrics import MEMORY_METRICS, METRICS, PEAK_METRICS
 from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
 from pdq_tui.core.stats import Summary, present, summarize, summarize_pooled
 
@@ -53,26 +53,73 @@ def timed(requests: Sequence[Request]) -> list[Request]:
     return [r for r in requests if _class(r) == "used"]
 
 
+def units(requests: Sequence[Request]) -> list[list[Request]]:
+    """What is independent of each other: one arm's requests of a block together, each request outside blocks alone.
+    A loop that is started again counts from block 0 again: a step back in the slot begins a new block."""
+    found: list[list[Request]] = []
+    last: Request | None = None
+    for r in requests:
+        together = (
+            last is not None
+            and r.block is not None
+            and r.block == last.block
+            and (r.slot or 0) > (last.slot or 0)
+        )
+        if together:
+            found[-1].append(r)
+        else:
+            found.append([r])
+        last = r
+    return found
+
+
+def gaps(requests: Sequence[Request]) -> list[list[float]]:
+    """Every inter-token latency in ms, by independent unit."""
+    return [[v for r in unit for v in r.itl_ms] for unit in units(requests)]
+
+
+def unequal_work(one: Sequence[Request], two: Sequence[Request]) -> str | None:
+    """Why end-to-end times of two arms may not be judged: they made different numbers of tokens."""
+    made = [{tuple(r.output_tokens) for r in side} for side in (one, two)]
+    return "output counts differ" if all(made) and made[0] != made[1] else None
+
+
 def arm_stats(
-    requests: Sequence[Request], device: DeviceInfo | None, model: ModelInfo | None
+    requests: Sequence[Request],
+    device: DeviceInfo | None,
+    model: ModelInfo | None,
+    metrics: Sequence[str] = tuple(METRICS),
 ) -> dict[str, Summary]:
     """Summaries of one arm's requests by metric id. Left out: warm-up, first use, cancelled, invalid, control
-    (``counts`` tells how many). Memory is from the solo passes where there are any."""
+    (``counts`` tells how many). Memory is from the solo passes where there are any. A peak is the largest of all
+    passes and has no interval; everything else is a median."""
     used = timed(requests)
     solo = [r for r in requests if r.kind == "solo" and r.valid and not r.cancelled]
     mixed = _mixed_lengths(used)
     found: dict[str, Summary] = {}
-    for id_, metric in METRICS.items():
+    for id_ in metrics:
+        metric = METRICS[id_]
+        source = solo if id_ in MEMORY_METRICS and solo else used
+        why = metric.missing if source else "no request was measured"
         if id_ == "itl_ms":
-            summary = summarize_pooled([r.itl_ms for r in used], metric.unit, metric.missing)
+            summary = summarize_pooled(gaps(used), metric.unit, why)
         else:
-            source = solo if id_ in MEMORY_METRICS and solo else used
             values = [metric.of(r, device, model) for r in source]
-            summary = summarize(values, metric.unit, metric.missing if source else "no request was measured")
+            summary = (_largest if id_ in PEAK_METRICS else summarize)(values, metric.unit, why)
         if mixed and id_ in ("e2e_ms", "decode_tokens_per_s") and summary.median is not None:
             summary = msgspec.structs.replace(summary, note=mixed)
         found[id_] = summary
     return found
+
+
+def _largest(values: Sequence[float | None], unit: str, reason: str) -> Summary:
+    there = present(values)
+    if not there:
+        return summarize(values, unit, reason)
+    n = len(there)
+    note = f"the largest of {n} passes" if n > 1 else None
+    why = "a high-water mark has no interval"
+    return Summary(median=max(there), ci95=None, n=n, unit=unit, reason=why, note=note)
 
 
 def _mixed_lengths(requests: Sequence[Request]) -> str | None:

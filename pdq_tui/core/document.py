@@ -14,7 +14,7 @@ import msgspec
 
 from pdq_tui.core.arms import arm_stats, counts, drift, timed
 from pdq_tui.core.facts import Facts, clocks, collect, slowed
-from pdq_tui.core.metrics import RATIO_METRICS
+from pdq_tui.core.metrics import METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, noise_floor, ratios
 from pdq_tui.core.protocol import Request
 from pdq_tui.core.stats import Quantiles, Ratio, Summary, quantiles
@@ -325,7 +325,14 @@ def ratio_json(r: Ratio) -> Json:
     out: Json = {"reference": r.reference, "arm": r.arm, "metric": r.metric}
     put(out, "ratio", r.ratio, r.reason or "no complete block")
     put(out, "ci95", list(r.ci95) if r.ci95 else None, r.reason or "fewer than 2 blocks")
-    out |= {"judgement": r.judgement, "blocks": r.blocks}
+    put(out, "difference", r.difference, r.reason or "no complete block")
+    put(
+        out,
+        "difference_ci95",
+        list(r.difference_ci95) if r.difference_ci95 else None,
+        r.reason or "fewer than 2 blocks",
+    )
+    out |= {"unit": METRICS[r.metric].unit, "judgement": r.judgement, "blocks": r.blocks}
     if r.reason:
         out["judgement_reason"] = r.reason
     put(out, "threshold", None if r.threshold is None else math.expm1(r.threshold))

@@ -382,6 +382,8 @@ RATIO_METRICS: Final = (
     "decode_tokens_per_s",
 )
 MEMORY_METRICS: Final = tuple(m.id for m in _ALL if m.stage == "memory")
+#: High-water marks: the largest of several passes is the figure, not their median.
+PEAK_METRICS: Final = ("prefill_peak_bytes", "decode_peak_bytes")
 
 
 def of(metric: str, request: Request, device: DeviceInfo | None, model: ModelInfo | None) -> float | None:

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from pdq_tui.core.arms import unequal_work
 from pdq_tui.core.metrics import METRICS, PRIMARY, RATIO_METRICS
 from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
 from pdq_tui.core.stats import (
@@ -65,8 +66,21 @@ def block_difference(
     device: DeviceInfo | None = None,
     model: ModelInfo | None = None,
 ) -> float | None:
-    """Mean ln of ``arm`` minus mean ln of ``reference`` in one block; None unless both took part twice (as often as
-    each other) and every value is there and positive."""
+    """Mean ln of ``arm`` minus mean ln of ``reference`` in one block; None as in ``block_logs``."""
+    logs = block_logs(block, metric, reference, arm, device, model)
+    return None if logs is None else logs[0] - logs[1]
+
+
+def block_logs(
+    block: Block,
+    metric: str,
+    reference: tuple[str, bool],
+    arm: tuple[str, bool],
+    device: DeviceInfo | None = None,
+    model: ModelInfo | None = None,
+) -> tuple[float, float] | None:
+    """Mean ln of ``arm`` and of ``reference`` in one block; None unless both took part twice (as often as each other)
+    and every value is there and positive."""
     ours, theirs = block.get(arm, []), block.get(reference, [])
     if len(ours) < 2 or len(ours) != len(theirs):
         return None
@@ -78,7 +92,7 @@ def block_difference(
         if len(positive) != len(values):
             return None
         logs.append(statistics.fmean(positive))
-    return logs[0] - logs[1]
+    return logs[0], logs[1]
 
 
 def differences(
@@ -108,6 +122,7 @@ def ratios(
     model: ModelInfo | None = None,
     metrics: Sequence[str] = RATIO_METRICS,
     conditions: Mapping[str, str] | None = None,
+    floors: Mapping[str, float | None] | None = None,
 ) -> list[Ratio]:
     """arm / reference for each arm but the reference and each metric, from paired blocks.
 
@@ -115,7 +130,8 @@ def ratios(
     interval; the word follows Holm's levels for all but the primary metric. ``provisional``: live figures, whose words
     appear only at the planned looks; between two looks the last decided word stands. Blocks of an endless loop are
     always judged so, since it is a person who looks and stops. ``conditions``: arm → what
-    differed while it was measured, which makes every word of it "unsure".
+    differed while it was measured, which makes every word of it "unsure". ``floors``: metric → noise floor (fraction)
+    of the same run, for arms neither of which was run again as its own rival.
     """
     current = _current_policy(requests)
     blocks = blocks_of(current)
@@ -126,8 +142,18 @@ def ratios(
             continue
         told = (conditions or {}).get(arm)
         blocked = {m: told or _conditions(current, reference, arm, m) for m in metrics}
-        rows += _arm_ratios(blocks, reference, arm, min_effect, provisional, device, model, metrics, blocked)
+        given = {m: _given(f) for m, f in (floors or {}).items()}
+        rows += _arm_ratios(
+            blocks, reference, arm, min_effect, provisional, device, model, metrics, blocked, given
+        )
     return rows
+
+
+def _given(floor: float | None) -> Interval | None:
+    if floor is None:
+        return None
+    half = math.log1p(floor)
+    return Interval(0.0, -half, half, 0, "of the run")
 
 
 def noise_floor(
@@ -160,10 +186,7 @@ def _conditions(requests: Sequence[Request], reference: str, arm: str, metric: s
         return "eager: launch-bound"
     if metric != PRIMARY:
         return None
-    made = {a: {tuple(r.output_tokens) for r in mine if r.arm == a} for a in (reference, arm)}
-    if made[reference] and made[arm] and made[reference] != made[arm]:
-        return "output counts differ"
-    return None
+    return unequal_work(*([r for r in mine if r.arm == a] for a in (reference, arm)))
 
 
 def _arm_ratios(
@@ -176,8 +199,17 @@ def _arm_ratios(
     model: ModelInfo | None,
     metrics: Sequence[str],
     blocked: Mapping[str, str | None],
+    given: Mapping[str, Interval | None],
 ) -> list[Ratio]:
-    found = {m: differences(blocks, m, reference, arm, device=device, model=model) for m in metrics}
+    logs = {
+        m: [
+            pair
+            for b in blocks
+            if (pair := block_logs(b, m, (reference, False), (arm, False), device, model)) is not None
+        ]
+        for m in metrics
+    }
+    found = {m: [ours - theirs for ours, theirs in pairs] for m, pairs in logs.items()}
     control = {
         m: differences(blocks, m, reference, reference, control=True, device=device, model=model)
         # Whichever side was run again as its own rival: the half-width is the same seen from either.
@@ -185,12 +217,14 @@ def _arm_ratios(
         for m in metrics
     }
     words = (
-        _live_words(found, control, min_effect) if provisional else _words(found, control, min_effect, ALPHA)
+        _live_words(found, control, given, min_effect)
+        if provisional
+        else _words(found, control, given, min_effect, ALPHA)
     )
     rows = []
     for metric in metrics:
         d = found[metric]
-        interval, floor = block_interval(d), block_interval(control[metric])
+        interval, floor = block_interval(d), block_interval(control[metric]) or given.get(metric)
         word, reason = words[metric], blocked[metric]
         if reason is not None or interval is None:
             word = UNSURE
@@ -212,13 +246,17 @@ def _arm_ratios(
                 noise_floor=None if floor is None else math.expm1(floor.half_width),
                 provisional=provisional and len(d) not in LOOKS,
                 reason=reason,
+                level=None if not d else math.exp(statistics.fmean(theirs for _, theirs in logs[metric])),
             )
         )
     return rows
 
 
 def _live_words(
-    found: Mapping[str, Sequence[float]], control: Mapping[str, Sequence[float]], min_effect: float
+    found: Mapping[str, Sequence[float]],
+    control: Mapping[str, Sequence[float]],
+    given: Mapping[str, Interval | None],
+    min_effect: float,
 ) -> dict[str, str]:
     """The words at the planned looks: the first look that decides a metric decides it."""
     words = dict.fromkeys(found, UNSURE)
@@ -226,7 +264,7 @@ def _live_words(
         ready = {m: d[:look] for m, d in found.items() if len(d) >= look}
         if not ready:
             break
-        seen = _words(ready, {m: control[m][:look] for m in ready}, min_effect, LOOK_ALPHA)
+        seen = _words(ready, {m: control[m][:look] for m in ready}, given, min_effect, LOOK_ALPHA)
         for metric, word in seen.items():
             if words[metric] == UNSURE:
                 words[metric] = word
@@ -236,6 +274,7 @@ def _live_words(
 def _words(
     found: Mapping[str, Sequence[float]],
     control: Mapping[str, Sequence[float]],
+    given: Mapping[str, Interval | None],
     min_effect: float,
     alpha: float,
 ) -> dict[str, str]:
@@ -244,7 +283,7 @@ def _words(
 
     def one(metric: str, level: float) -> tuple[str, Interval | None]:
         interval = block_interval(found[metric], level)
-        delta = threshold(min_effect, block_interval(control[metric]))
+        delta = threshold(min_effect, block_interval(control[metric]) or given.get(metric))
         word = judge(interval, delta, METRICS[metric].better)
         return careful(word, delta, min_effect), interval
 

@@ -33,6 +33,8 @@ P99_CI_MIN: Final = 368
 #: Where the noise here exceeds this, two arms cannot be told apart, which is not the same as being the same.
 SAME_LIMIT: Final = 0.05
 TOO_WIDE: Final = "the interval is too wide"
+#: Clear from the plain 95 % interval beside it, but the word needs the level for several metrics or several looks.
+STRICTER: Final = "clear at 95 %, but not at the stricter level for several metrics or looks"
 
 BETTER: Final = "better"
 WORSE: Final = "worse"
@@ -56,7 +58,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     """arm / reference of one metric. ``judgement``: better, worse, same, unsure. ``threshold`` is δ, in ln units.
 
-    ``provisional``: a live figure between planned looks; carries no word to rely on.
+    ``level``: what the ratio multiplies, in the metric's unit: the reference's geometric mean over the same blocks
+    (unpaired: the median of its blocks). ``provisional``: a live figure between planned looks; carries no word to rely
+    on.
     """
 
     reference: str
@@ -70,6 +74,20 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     noise_floor: float | None = None
     provisional: bool = False
     reason: str | None = None
+    level: float | None = None
+
+    @property
+    def difference(self) -> float | None:
+        """level · (ratio − 1), in the metric's unit. From the ratio itself and not from two medians, so that the
+        absolute and the relative difference never have different signs."""
+        return None if self.level is None or self.ratio is None else self.level * (self.ratio - 1)
+
+    @property
+    def difference_ci95(self) -> tuple[float, float] | None:
+        """level · (bound − 1) for both bounds of the ratio's interval; the level is taken as known."""
+        if self.level is None or self.ci95 is None:
+            return None
+        return self.level * (self.ci95[0] - 1), self.level * (self.ci95[1] - 1)
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -309,7 +327,7 @@ def unsure_reason(interval: Interval, delta: float, min_effect: float) -> str:
     inside = -delta < interval.low and interval.high < delta
     if inside and delta > math.log1p(max(min_effect, SAME_LIMIT)):
         return f"noise here hides differences up to {math.expm1(delta):.0%}"
-    return TOO_WIDE
+    return STRICTER if inside or judge(interval, delta, "lower") in (BETTER, WORSE) else TOO_WIDE
 
 
 # -- Student's t -------------------------------------------------------------------------------------------------------

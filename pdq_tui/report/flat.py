@@ -32,6 +32,8 @@ COMPARISON: Final[series.Schema] = {
     "candidate_high": _F,
     "candidate_n": _I,
     "delta": _F,
+    "delta_low": _F,
+    "delta_high": _F,
     "percent": _F,
     "percent_low": _F,
     "percent_high": _F,
@@ -95,6 +97,7 @@ def _comparison(c: Comparison) -> list[dict[str, Any]]:
             row[f"{side}_value"], row[f"{side}_n"] = s.median, s.n
             row[f"{side}_low"], row[f"{side}_high"] = _low_high(s.ci95)
         row |= {"delta": r.delta, "percent": r.percent, "judgement": r.judgement, "method": r.method}
+        row["delta_low"], row["delta_high"] = _low_high(r.delta_ci95)
         row["percent_low"], row["percent_high"] = _low_high(r.ci95)
         row |= {"blocks": r.blocks, "flagged": r.flagged, "reason": r.reason}
         found.append(row)

@@ -6,70 +6,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pdq_tui.core.document import DECODE_KEYS, PREFILL_KEYS
-from pdq_tui.core.metrics import METRICS, MISSING, Metric, format_bytes
+from pdq_tui.core.metrics import METRICS, MISSING, format_bytes
 from pdq_tui.core.stats import Summary
+from pdq_tui.report.cells import (
+    ARROWS,
+    about,
+    delta_interval_text,
+    delta_text,
+    interval_text,
+    judgement_text,
+    percent_text,
+    value_text,
+)
 from pdq_tui.report.page import Formula, Page, Table
-from pdq_tui.store.compare import Comparison, Row, Side
-from pdq_tui.store.figures import FIGURES, Figure
-from pdq_tui.store.setup import SetupCheck
+from pdq_tui.store.compare import PAIRED, UNPAIRED, Comparison, Side
+from pdq_tui.store.figures import FIGURES
+from pdq_tui.store.setup import SPEED, SetupCheck
 
 Json = Mapping[str, Any]
 
-ARROWS: Final = {"better": "", "worse": "", "same": "= ", "unsure": "? "}
 HOLDS: Final = "Holds for this device, this engine and version, these kernels."
+DELTA: Final = "Δ by ratio"
+#: What a speed row's absolute difference is, by the method of its ratio.
+DELTA_OF: Final = {
+    PAIRED: "Δ is ★'s geometric mean over the blocks × (ratio − 1), the estimate of Δ %, not the medians' difference",
+    UNPAIRED: "Δ is the median of ★'s blocks × (ratio − 1), the estimate of Δ %; a block is its geometric mean",
+}
 _MARKS: Final = {"ok": "✓", "differs": "✗", "unknown": "?"}
-
-
-def about(metric: str) -> Metric | Figure:
-    """The registry's entry of a metric or a counted figure."""
-    return METRICS[metric] if metric in METRICS else FIGURES[metric]
-
-
-def value_text(metric: str, s: Summary) -> str:
-    """ "129.7 ±1.4": the median and half the width of its 95 % interval."""
-    entry = about(metric)
-    text = entry.format(s.median)
-    if s.median is None or s.ci95 is None or s.ci95[0] == s.ci95[1]:
-        return text
-    half = (s.ci95[1] - s.ci95[0]) / 2
-    if entry.unit == "B":
-        return f"{text} ±{entry.format(half)}"
-    shown = half * 100 if entry.unit == "1" else half
-    return f"{text} ±{shown:.0f}" if shown >= 100 else f"{text} ±{shown:.2g}"
-
-
-def judgement_text(row: Row) -> str:
-    """Word, arrow of the value's direction, and the flag where a condition differs."""
-    if not row.judgement:
-        return "–"
-    arrow = ARROWS[row.judgement]
-    if row.judgement in ("better", "worse") and row.delta is not None:
-        arrow = "▲ " if row.delta > 0 else "▼ "
-    return f"{arrow}{row.judgement}{' ⚑' if row.flagged else ''}"
-
-
-def percent_text(value: float | None) -> str:
-    if value is None:
-        return "–"
-    if abs(value) < 0.05:
-        return "0.0 %"
-    return f"{value:+.0f} %" if abs(value) >= 1000 else f"{value:+.1f} %"
-
-
-def interval_text(row: Row) -> str:
-    if row.ci95 is None:
-        return row.method if row.method != "medians" else "–"
-    low, high = row.ci95
-    return f"[{low:+.1f}, {high:+.1f}]"
-
-
-def delta_text(row: Row) -> str:
-    if row.delta is None:
-        return "–"
-    if row.delta == 0:
-        return "0"
-    text = about(row.metric).format(row.delta)
-    return text if row.delta < 0 else f"+{text}"
 
 
 # -- comparison --------------------------------------------------------------------------------------------------------
@@ -119,7 +82,8 @@ def _pair(c: Comparison, side: Side, diff_only: bool) -> Table:
             "unit",
             f"★ {c.reference.label}",
             side.label,
-            "Δ",
+            DELTA,
+            "95 % CI of Δ",
             "Δ %",
             "95 % CI of Δ %",
             "judgement",
@@ -139,6 +103,7 @@ def _pair(c: Comparison, side: Side, diff_only: bool) -> Table:
                 value_text(row.metric, row.reference),
                 value_text(row.metric, row.value),
                 delta_text(row),
+                delta_interval_text(row),
                 percent_text(row.percent),
                 interval_text(row),
                 judgement_text(row),
@@ -149,9 +114,10 @@ def _pair(c: Comparison, side: Side, diff_only: bool) -> Table:
         table.footer.append(f"{hidden} rows without a difference are not shown")
     reasons = _by_reason([(r.short, r.reason) for r in shown if r.judgement == "unsure"])
     table.footer += reasons
-    methods = sorted({f"{r.method} ({r.blocks})" for r in shown if r.blocks})
+    speed = [r for r in shown if r.group == SPEED and r.percent is not None]
+    methods = sorted({f"{r.method} ({r.blocks})" if r.blocks else r.method for r in speed})
     if methods:
-        table.footer.append(f"speed rows: {', '.join(methods)}")
+        table.footer.append(f"speed rows: {', '.join(methods)}; {DELTA_OF[speed[0].method]}")
     return table
 
 

@@ -74,9 +74,9 @@ def to_json(source: Source) -> bytes:
     body = {"schema": 1, "kind": "pdq-tui comparison", **msgspec.to_builtins(source)}
     for row in body["rows"]:
         why = row.get("reason") or "has none"
-        for key in ("delta", "percent", "ci95"):
+        for key in ("delta", "delta_ci95", "percent", "ci95"):
             if row[key] is None:
-                row[f"{key}_reason"] = why if key != "ci95" else f"{row['method']}: {why}"
+                row[f"{key}_reason"] = f"{row['method']}: {why}" if key.endswith("ci95") else why
         for side in ("reference", "value"):
             for key in ("median", "ci95"):
                 if row[side][key] is None:
@@ -149,7 +149,8 @@ def markdown(p: Page) -> str:
         "± is half the width of the 95 % interval of the median. A judgement compares whole blocks in which the "
         "policies take turns: better or worse where the interval excludes 0 and the difference exceeds the threshold "
         "(the smallest effect that matters, or the noise of the reference against itself, whichever is larger); "
-        "same where the interval lies inside the threshold; unsure otherwise, and wherever conditions differ (⚑).",
+        "same where the interval lies inside the threshold; unsure otherwise, and wherever conditions differ (⚑). "
+        "Δ % is ratio − 1; Δ by ratio is the same estimate in the metric's unit, so the two never differ in sign.",
         "",
         "</details>",
     ]

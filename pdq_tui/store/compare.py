@@ -1,43 +1,33 @@
 """Snapshots side by side, the reference first: absolute, relative, interval, judgement, and what spoils it.
 
-Arms of one interleaved run are compared by its paired blocks. Snapshots of different runs are compared by a bootstrap
-of the ratio of medians, which does not cancel a drift between the runs: its threshold is widened by the drift inside
-each, and rows whose conditions differ say "unsure".
+Arms of one interleaved run are compared by its paired blocks (``core.pairs``), snapshots of different runs by
+``store.unpaired``. Rows whose conditions differ say "unsure".
 """
 
 from __future__ import annotations
 
 import math
-import random
-import statistics
 from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
-from pdq_tui.core.arms import arm_stats, drift, timed
-from pdq_tui.core.metrics import METRICS, RATIO_METRICS
+from pdq_tui.core.arms import arm_stats
+from pdq_tui.core.metrics import MEMORY_METRICS, METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, ratios
-from pdq_tui.core.stats import (
-    UNSURE,
-    Interval,
-    Ratio,
-    Summary,
-    careful,
-    judge,
-    present,
-    quantile,
-    unsure_reason,
-)
+from pdq_tui.core.stats import UNSURE, Interval, Ratio, Summary, judge
 from pdq_tui.errors import PdqError
 from pdq_tui.store.figures import FIGURES, Figure
 from pdq_tui.store.setup import DIFFERS, MEMORY, SPEED, SetupCheck, setup_checks
 from pdq_tui.store.snapshot import Snapshot
+from pdq_tui.store.unpaired import UNPAIRED as UNPAIRED
+from pdq_tui.store.unpaired import unpaired
 
 #: No word below this difference about memory read from outside, as the process's resident set: it scatters.
 RESIDENT_MEMORY_EFFECT: Final = 0.05
+PAIRED: Final = "paired blocks"
 _UTILIZATION: Final = ("prefill_mfu", "prefill_explained", "bandwidth_gbps", "mbu", "decode_explained")
-_RESAMPLES: Final = 1000
+_SUMMARIZED: Final = (*RATIO_METRICS, *MEMORY_METRICS, *_UTILIZATION)
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +46,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of one candidate against the reference.
 
     ``metric`` is an id of core.metrics.METRICS or store.figures.FIGURES. ``percent`` and ``ci95`` (of percent) are
-    candidate over reference minus 1, in %. ``judgement``: better, worse, same, unsure; "" where no direction is good
-    by itself. ``flagged``: a condition differs. ``method``: paired blocks, unpaired bootstrap, exact, single pass.
+    candidate over reference minus 1, in %. ``delta`` and ``delta_ci95`` are the same estimate in the metric's unit:
+    of a timed metric the reference's geometric mean over the blocks times (ratio − 1), and so not the difference of the
+    two medians in ``reference`` and ``value``. ``judgement``: better, worse, same, unsure; "" where no direction is
+    good by itself. ``flagged``: a condition differs. ``method``: paired blocks, unpaired bootstrap, exact, single pass.
     """
 
     candidate: str
@@ -74,6 +66,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ci95: tuple[float, float] | None
     judgement: str
     method: str
+    delta_ci95: tuple[float, float] | None = None
     blocks: int = 0
     flagged: bool = False
     reason: str | None = None
@@ -191,16 +184,24 @@ def _rows(
         spoiled[SPEED] = f"{invalid.id}: {invalid.arm.get('valid_reason') or 'invalid'}"
     elif any(s.part("conditions").get("eager_launch_bound") for s in (a, b)):
         spoiled[SPEED] = spoiled[SPEED] or "eager: launch-bound"
-    stats = [arm_stats(s.requests, s.device, s.model) for s in (a, b)]
+    stats = [arm_stats(s.requests, s.device, s.model, _SUMMARIZED) for s in (a, b)]
     if paired:
         both = sorted([*a.requests, *b.requests], key=lambda r: r.t_ns)
-        found = ratios(both, a.label, [a.label, b.label], min_effect, device=a.device, model=a.model)
+        found = ratios(
+            both,
+            a.label,
+            [a.label, b.label],
+            min_effect,
+            device=a.device,
+            model=a.model,
+            floors={m: f for m, f in a.part("noise_floor").items() if isinstance(f, (int, float))},
+        )
         by_metric = {r.metric: r for r in found}
     else:
-        by_metric = {m: _unpaired(a, b, m, min_effect) for m in RATIO_METRICS}
-    method = "paired blocks" if paired else "unpaired bootstrap"
+        by_metric = {m: unpaired(a, b, m, min_effect) for m in RATIO_METRICS}
+    method = PAIRED if paired else UNPAIRED
     rows = [_speed_row(b, m, stats, by_metric[m], method, spoiled[SPEED]) for m in RATIO_METRICS]
-    for m in ("prefill_peak_bytes", "decode_peak_bytes", "steady_bytes"):
+    for m in MEMORY_METRICS:
         rows.append(_memory_row(a, b, m, stats, min_effect, spoiled[MEMORY]))
     rows += [_figure_row(a, b, f, min_effect) for f in FIGURES.values()]
     for m in _UTILIZATION:
@@ -221,6 +222,8 @@ def _speed_row(
         stats[0][metric],
         stats[1][metric],
         group=SPEED,
+        delta=ratio.difference,
+        delta_ci95=ratio.difference_ci95,
         percent=None if ratio.ratio is None else (ratio.ratio - 1) * 100,
         ci95=None if ci is None else ((ci[0] - 1) * 100, (ci[1] - 1) * 100),
         judgement=judgement,
@@ -233,7 +236,6 @@ def _speed_row(
 
 def _row(candidate: str, metric: str, reference: Summary, value: Summary, **more: Any) -> Row:
     about: Any = METRICS.get(metric) or FIGURES[metric]
-    delta = None if reference.median is None or value.median is None else value.median - reference.median
     return Row(
         candidate=candidate,
         metric=metric,
@@ -243,13 +245,22 @@ def _row(candidate: str, metric: str, reference: Summary, value: Summary, **more
         better=about.better,
         reference=reference,
         value=value,
-        delta=delta,
         **more,
     )
 
 
-def _percent(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None or a == 0 else (b / a - 1) * 100
+def _why(one: Summary, two: Summary) -> str | None:
+    """Why something is missing in a row of two numbers; None where nothing is."""
+    if one.median is None or two.median is None:
+        return one.reason if one.median is None else two.reason
+    return "the reference is 0: there is no percentage of it" if one.median == 0 else None
+
+
+def _apart(a: float | None, b: float | None) -> dict[str, float | None]:
+    """``delta`` and ``percent`` of two numbers; no percentage of a reference that is 0."""
+    if a is None or b is None:
+        return {"delta": None, "percent": None}
+    return {"delta": b - a, "percent": None if a == 0 else (b / a - 1) * 100}
 
 
 def _word(a: float | None, b: float | None, effect: float, better: str | None) -> str:
@@ -279,7 +290,7 @@ def _memory_row(
     one, two = stats[0][metric], stats[1][metric]
     resident = any(_resident(str(s.arm.get("memory_method") or "")) for s in (a, b))
     word = _word(one.median, two.median, max(min_effect, RESIDENT_MEMORY_EFFECT if resident else 0), "lower")
-    reason = one.reason if one.median is None else two.reason if two.median is None else None
+    reason = _why(one, two)
     if spoiled:
         word, reason = UNSURE, spoiled
     return _row(
@@ -288,7 +299,7 @@ def _memory_row(
         one,
         two,
         group=MEMORY,
-        percent=_percent(one.median, two.median),
+        **_apart(one.median, two.median),
         ci95=None,
         judgement=word,
         method="resident set" if resident else "single pass",
@@ -298,16 +309,16 @@ def _memory_row(
 
 
 def _figure_row(a: Snapshot, b: Snapshot, figure: Figure, min_effect: float) -> Row:
-    values = (figure.of(a.arm), figure.of(b.arm))
+    values = tuple(figure.of(s.arm) for s in (a, b))
     one, two = (
         Summary(
             median=v,
             ci95=None,
             n=0 if v is None else 1,
             unit=figure.unit,
-            reason="not in the snapshot" if v is None else None,
+            reason=f"not in {s.id}" if v is None else None,
         )
-        for v in values
+        for s, v in zip((a, b), values, strict=True)
     )
     return _row(
         b.id,
@@ -315,11 +326,11 @@ def _figure_row(a: Snapshot, b: Snapshot, figure: Figure, min_effect: float) -> 
         one,
         two,
         group=MEMORY,
-        percent=_percent(*values),
+        **_apart(*values),
         ci95=None,
         judgement=_word(*values, min_effect, figure.better),
         method="exact",
-        reason="not in both snapshots" if None in values else None,
+        reason=_why(one, two),
     )
 
 
@@ -331,64 +342,12 @@ def _plain_row(b: Snapshot, metric: str, stats: Sequence[dict[str, Summary]]) ->
         one,
         two,
         group="utilization",
-        percent=_percent(one.median, two.median),
+        **_apart(one.median, two.median),
         ci95=None,
         judgement="",
         method="medians",
-        reason=one.reason if one.median is None else two.reason if two.median is None else None,
+        reason=_why(one, two),
     )
-
-
-# -- unpaired ----------------------------------------------------------------------------------------------------------
-
-
-def _unpaired(a: Snapshot, b: Snapshot, metric: str, min_effect: float) -> Ratio:
-    """Ratio of medians with a percentile bootstrap over requests. δ is at least the noise floors of both runs and the
-    drift inside each, since nothing cancels it here."""
-    of = METRICS[metric].of
-    sides = [present([of(r, s.device, s.model) for r in timed(s.requests)]) for s in (a, b)]
-    sides = [[v for v in side if v > 0] for side in sides]
-    interval = _bootstrap(*sides)
-    effects = [min_effect]
-    for s in (a, b):
-        floor = s.part("noise_floor").get(metric)
-        effects += [floor] if isinstance(floor, float) else []
-        moved = drift(s.requests, s.device, s.model, (metric,))[metric]
-        effects += [abs(moved)] if moved is not None else []
-    delta = math.log1p(max(effects))
-    if interval is None:
-        few = f"too few requests ({len(sides[0])} and {len(sides[1])})"
-        word, reason = UNSURE, few
-    else:
-        word = careful(judge(interval, delta, METRICS[metric].better), delta, min_effect)
-        reason = "not interleaved: a drift between the runs is not cancelled"
-        if word == UNSURE:
-            reason = f"{unsure_reason(interval, delta, min_effect)}; {reason}"
-    return Ratio(
-        reference=a.label,
-        arm=b.label,
-        metric=metric,
-        ratio=None if interval is None else math.exp(interval.mean),
-        ci95=None if interval is None else (math.exp(interval.low), math.exp(interval.high)),
-        judgement=word,
-        threshold=delta,
-        reason=reason,
-    )
-
-
-def _bootstrap(one: Sequence[float], two: Sequence[float]) -> Interval | None:
-    if len(one) < 2 or len(two) < 2:
-        return None
-    rng = random.Random(0)
-    logs = sorted(
-        math.log(
-            statistics.median(rng.choices(two, k=len(two))) / statistics.median(rng.choices(one, k=len(one)))
-        )
-        for _ in range(_RESAMPLES)
-    )
-    middle = math.log(statistics.median(two) / statistics.median(one))
-    n = min(len(one), len(two))
-    return Interval(middle, quantile(logs, 0.025), quantile(logs, 0.975), n, "unpaired bootstrap")
 
 
 def _notes(a: Snapshot, b: Snapshot, side: Side, paired: bool) -> list[str]:

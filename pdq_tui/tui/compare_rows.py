@@ -134,9 +134,11 @@ def value_text(metric: str, summary: Summary) -> str:
 
 
 def delta_text(row: Row) -> str:
-    if row.delta is None:
-        return "-"
-    return ("+" if row.delta > 0 else "") + str(about(row.metric).format(row.delta))
+    return "-" if row.delta is None else _signed(row.metric, row.delta)
+
+
+def _signed(metric: str, value: float) -> str:
+    return ("+" if value > 0 else "") + str(about(metric).format(value))
 
 
 def percent_text(row: Row) -> str:
@@ -176,7 +178,7 @@ def table_lines(
         "",
         f"★ {literal(comparison.reference.label)}",
         literal(side.label),
-        "Δ",
+        "Δ by ratio",
         "Δ %",
         "95 % CI of Δ %",
         "judgement",
@@ -249,6 +251,11 @@ def detail_lines(
     judged = word_text(row) or "no judgement: neither direction is good by itself"
     how = f"{judged}; {row.method}" + (f", {row.blocks} blocks" if row.blocks else "")
     facts.append(("judged", how + (f": {row.reason}" if row.reason else "")))
+    if row.delta is not None and row.delta_ci95 is not None:
+        low, high = (_signed(row.metric, bound) for bound in row.delta_ci95)
+        base = "geometric mean over the blocks" if row.blocks else "median of the blocks"
+        text = f"{delta_text(row)} [{low}, {high}] {entry.shown_unit}: the reference's {base} × (ratio − 1)"
+        facts.append(("Δ", text))
     for label, name, summary in (
         ("★", comparison.reference.label, row.reference),
         ("", side.label, row.value),

@@ -129,7 +129,7 @@ def test_X01_machine_forms_are_strict(kind: str, request: pytest.FixtureRequest)
 def test_X01_a_comparisons_nulls_have_reasons(comparison: Comparison) -> None:
     body = json.loads(render(comparison, "json"))
     for row in body["rows"]:
-        for key in ("delta", "percent", "ci95"):
+        for key in ("delta", "delta_ci95", "percent", "ci95"):
             assert row[key] is not None or row[f"{key}_reason"]
         for side in ("reference", "value"):
             assert row[side]["median"] is not None or row[side]["median_reason"]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pdq_tui.core import protocol as p
 from pdq_tui.core.workload import Workload
@@ -73,6 +77,63 @@ def test_arms_of_one_run_are_compared_by_their_blocks(snap: Any) -> None:
     assert r["decode_tokens_per_s"].judgement == "better"
     assert r["stored_bytes"].judgement == "same" and r["stored_bytes"].method == "exact"
     assert r["mbu"].judgement == ""
+
+
+def test_the_absolute_difference_is_that_of_the_ratio_with_its_interval(snap: Any) -> None:
+    """By hand: per block the mean ln of both sides; G = exp(mean of the reference's); Δ = G · (ratio − 1)."""
+    one, two = snap(SPEED, blocks=6, noise=0.05)
+    r = rows(compare([one, two]))["tpot_ms"]
+    logs: dict[str, list[float]] = {}
+    for s in (one, two):
+        used = [q for q in s.requests if q.kind == "blocks" and not q.control]
+        logs[s.label] = [
+            statistics.fmean(math.log(q.tpot_ms) for q in used if q.block == n) for n in range(6)
+        ]
+    level = math.exp(statistics.fmean(logs["bf16"]))
+    d = [b - a for a, b in zip(logs["bf16"], logs["int4"], strict=True)]
+    assert r.delta == pytest.approx(level * math.expm1(statistics.fmean(d)))
+    assert r.percent == pytest.approx(100 * math.expm1(statistics.fmean(d)))
+    assert r.ci95 is not None
+    assert r.delta_ci95 == pytest.approx([level * bound / 100 for bound in r.ci95])
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(0.5, 2.0)] * 4), min_size=3, max_size=8),
+    st.floats(1e-3, 1e5),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_absolute_and_relative_difference_never_have_different_signs(
+    make_request: Any, values: list[tuple[float, float, float, float]], scale: float, paired: bool
+) -> None:
+    """The medians of these may differ one way and the blocks the other: both columns follow the blocks."""
+    requests = {"A": [], "B": []}
+    for n, block in enumerate(values):
+        for slot, (arm, v) in enumerate(zip("ABBA", block, strict=True)):
+            requests[arm].append(
+                make_request(
+                    arm=arm,
+                    prefill=v * scale,
+                    steps=(v * scale, scale),
+                    block=n,
+                    slot=slot,
+                    t_ns=4 * n + slot,
+                )
+            )
+    sides = []
+    for arm, run in (("A", "one"), ("B", "one" if paired else "two")):
+        s = Snapshot(Path(arm), {"run": run, "arm": {"label": arm}})
+        s.__dict__["requests"] = requests[arm]
+        sides.append(s)
+    seen = 0
+    for row in compare(sides, force=True).rows:
+        if row.percent is None or row.delta is None:
+            continue
+        seen += 1
+        assert (row.delta > 0, row.delta < 0) == (row.percent > 0, row.percent < 0), row
+        for low, high in zip(row.delta_ci95 or (), row.ci95 or (), strict=True):
+            assert (low > 0, low < 0) == (high > 0, high < 0), row
+    assert seen >= 6
 
 
 def test_the_reference_can_be_either(snap: Any) -> None:
@@ -212,7 +273,7 @@ def test_a_missing_part_is_unknown_and_no_crash(snap: Any) -> None:
         "unknown"
     }
     assert rows(c)["stored_bytes"].judgement == "unsure"
-    assert rows(c)["stored_bytes"].reason == "not in both snapshots"
+    assert rows(c)["stored_bytes"].reason == f"not in {two.id}"
 
 
 def test_memory_read_from_outside_needs_a_larger_difference(snap: Any) -> None:

@@ -1,0 +1,111 @@
+"""Snapshots of different runs: the ratio of medians of blocks, with a bootstrap over blocks.
+
+Nothing cancels a drift between the runs here: the threshold is widened by the drift inside each.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from typing import Final
+
+from pdq_tui.core.arms import drift, timed, unequal_work, units
+from pdq_tui.core.metrics import METRICS, PRIMARY
+from pdq_tui.core.stats import (
+    MEDIAN_CI_MIN,
+    UNSURE,
+    Interval,
+    Ratio,
+    careful,
+    judge,
+    present,
+    quantile,
+    unsure_reason,
+)
+from pdq_tui.store.snapshot import Snapshot
+
+UNPAIRED: Final = "unpaired bootstrap"
+_RESAMPLES: Final = 1000
+_NOT_INTERLEAVED: Final = "not interleaved: a drift between the runs is not cancelled"
+
+
+def unpaired(a: Snapshot, b: Snapshot, metric: str, min_effect: float) -> Ratio:
+    """b / a of ``metric``: the ratio of the medians of their blocks, a block's value being the geometric mean of the
+    arm's requests in it (outside blocks each request stands alone). Percentile bootstrap over blocks, from 6 on each
+    side. δ is at least the noise floors of both runs and the drift inside each."""
+    sides = [block_values(s, metric) for s in (a, b)]
+    counts = [len(side) for side in sides]
+    level = statistics.median(sides[0]) if sides[0] else None
+    ratio = statistics.median(sides[1]) / level if level and sides[1] else None
+    interval = bootstrap(*sides)
+    effects = [min_effect]
+    for s in (a, b):
+        floor = s.part("noise_floor").get(metric)
+        effects += [floor] if isinstance(floor, float) else []
+        moved = drift(s.requests, s.device, s.model, (metric,))[metric]
+        effects += [abs(moved)] if moved is not None else []
+    delta = math.log1p(max(effects))
+    unequal = unequal_work(timed(a.requests), timed(b.requests)) if metric == PRIMARY else None
+    if interval is None:
+        word, reason = (
+            UNSURE,
+            f"{counts[0]} and {counts[1]} independent units: an interval needs {MEDIAN_CI_MIN}",
+        )
+    elif unequal is not None:
+        word, reason = UNSURE, unequal
+    else:
+        word, reason = careful(judge(interval, delta, METRICS[metric].better), delta, min_effect), ""
+        if word == UNSURE:
+            reason = f"{unsure_reason(interval, delta, min_effect)}; "
+        reason += _NOT_INTERLEAVED
+    return Ratio(
+        reference=a.label,
+        arm=b.label,
+        metric=metric,
+        ratio=ratio,
+        ci95=None if interval is None else (math.exp(interval.low), math.exp(interval.high)),
+        judgement=word,
+        threshold=delta,
+        reason=reason,
+        level=level,
+    )
+
+
+def block_values(s: Snapshot, metric: str) -> list[float]:
+    """One positive number an independent unit of the snapshot, ascending."""
+    of = METRICS[metric].of
+    found = []
+    for unit in units(timed(s.requests)):
+        values = [v for v in present([of(r, s.device, s.model) for r in unit]) if v > 0]
+        if values:
+            found.append(values[0] if len(values) == 1 else statistics.geometric_mean(values))
+    return sorted(found)
+
+
+def bootstrap(one: Sequence[float], two: Sequence[float]) -> Interval | None:
+    """95 % percentile bootstrap of ln(median of ``two`` / median of ``one``), both ascending; None below 6 of
+    either, where resampling a median is too narrow."""
+    if min(len(one), len(two)) < MEDIAN_CI_MIN:
+        return None
+    rng = random.Random(0)  # fixed: the same values give the same interval
+    logs = sorted(
+        math.log(median_of_resample(two, rng) / median_of_resample(one, rng)) for _ in range(_RESAMPLES)
+    )
+    middle = math.log(statistics.median(two) / statistics.median(one))
+    return Interval(middle, quantile(logs, 0.025), quantile(logs, 0.975), min(len(one), len(two)), UNPAIRED)
+
+
+def median_of_resample(ordered: Sequence[float], rng: random.Random) -> float:
+    """The median of as many draws with replacement, without drawing them: a draw is x at ⌊n·U⌋, so that the k-th
+    smallest draw is x at ⌊n·U₍ₖ₎⌋, and U₍ₖ₎ of n uniforms is Beta(k, n − k + 1). One step whatever n is."""
+    n = len(ordered)
+    k = (n + 1) // 2
+    place = rng.betavariate(k, n - k + 1)
+    low = ordered[min(n - 1, int(n * place))]
+    if n % 2:
+        return low
+    # The next of the n − k that lie above it is the smallest of n − k uniforms on (place, 1).
+    place = 1 - (1 - place) * rng.random() ** (1 / (n - k))
+    return (low + ordered[min(n - 1, int(n * place))]) / 2
