@@ -113,6 +113,8 @@ class Session:
 
     def apply(self, event: Any) -> None:
         """Take one event in. From any thread; does not wait for anything but the lock."""
+        if not event.t_ns:  # made in this process and never on the wire, where it would have been stamped
+            event.t_ns = time.monotonic_ns()
         with self._lock:
             for level, text, hint in sentences.lines(event):
                 self._note(level, text, hint, event.t_ns)

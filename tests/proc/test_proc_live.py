@@ -55,6 +55,14 @@ def until(
     return session.view()
 
 
+def test_a_task_lasts_since_it_began_and_not_since_the_machine_did(live: Live) -> None:
+    session = live("hang_at_load")
+    view = until(session, lambda v: v.tasks)
+    assert view.tasks[0].task == "load" and 0 <= view.tasks[0].seconds < 10
+    view = until(session, lambda v: v.tasks and v.tasks[0].total == 2)
+    assert 0 <= view.tasks[0].seconds < 10 and 0 <= view.engine.since_s < 10
+
+
 def running(view: SessionView) -> bool:
     return view.running and view.arms["A"].requests > 3
 
