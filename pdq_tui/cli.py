@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import gc
 import importlib
 import io
 import sys
@@ -64,6 +65,10 @@ class Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         if cmd_name not in self.commands:
+            if cmd_name == "app":
+                # What a start makes stays: looking for garbage in it again and again is a sixth of the time to the
+                # first frame. The app turns it on again after that frame.
+                gc.disable()
             module = importlib.import_module(f"pdq_tui.commands.{COMMANDS[cmd_name]}")
             command = typer.main.get_command(module.app)
             command.name = cmd_name

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
-import tomlkit
 
 from pdq_tui.errors import UsageError
 
@@ -366,6 +365,8 @@ def load_policy(path: Path) -> Policy:
 
 def policy_to_toml(policy: Policy) -> str:
     """The policy as a commented TOML document that ``parse_policy`` reads back to an equal policy."""
+    import tomlkit  # the app's first screen reads policies and writes none
+
     doc = tomlkit.document()
     doc["schema"] = SCHEMA
     doc["name"] = policy.name.rstrip("*")
@@ -376,7 +377,7 @@ def policy_to_toml(policy: Policy) -> str:
     doc["on_misfit"] = policy.on_misfit
     doc["on_misfit"].comment(f"{' | '.join(ON_MISFIT)}: when a group size does not divide a layer")
     for stage in STAGES:
-        doc[stage] = _format_table(policy.stage(stage).format)
+        doc[stage] = _filled(tomlkit.table(), policy.stage(stage).format)
     kv = tomlkit.table()
     kv.update({"prefill": policy.kv.prefill, "decode": policy.kv.decode, "convert": policy.kv.convert})
     doc["kv"] = kv
@@ -386,7 +387,7 @@ def policy_to_toml(policy: Policy) -> str:
     if policy.keep:
         entries = tomlkit.aot()
         for keep in policy.keep:
-            entry = _format_table(keep.format)
+            entry = _filled(tomlkit.table(), keep.format)
             entry["modules"] = list(keep.modules)
             if keep.stages != STAGES:
                 entry["stages"] = list(keep.stages)
@@ -395,8 +396,8 @@ def policy_to_toml(policy: Policy) -> str:
     return tomlkit.dumps(doc)
 
 
-def _format_table(fmt: Format) -> Any:
-    table = tomlkit.table()
+def _filled(table: Any, fmt: Format) -> Any:
+    """``table`` with the format's keys; those that are at their default are left out."""
     table["weights"] = fmt.weights
     if fmt.activations != "model":
         table["activations"] = fmt.activations

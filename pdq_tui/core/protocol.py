@@ -9,6 +9,7 @@ Units are in the names: _ms, _s, _ns, _bytes, _w (watt), _j (joule), _c (Celsius
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from typing import Any, Final
@@ -35,7 +36,10 @@ class Message(msgspec.Struct, kw_only=True, tag_field="type", tag=_snake):
 
 
 class Load(Message):
-    """Load a model. ``model`` is a directory, a hub id, or "demo" with ``source`` the fetched GGUF's directory."""
+    """Load a model. ``model`` is a directory, a hub id, or "demo" with ``source`` the fetched GGUF's directory.
+
+    ``layers``: "auto" runs decoder layers as the kernel table says (compiled where it can), "eager" never compiles.
+    """
 
     model: str
     source: str | None = None
@@ -48,6 +52,7 @@ class Load(Message):
     trust_remote_code: bool = False
     revision: str | None = None
     attention: str = "pdq"
+    layers: str = "auto"
 
 
 class SetArm(Message):
@@ -170,7 +175,11 @@ class LeftModule(msgspec.Struct, kw_only=True):
 
 
 class Coverage(msgspec.Struct, kw_only=True):
-    """What one stage of a policy really converted. Parameters are weights of linear layers (and tied heads)."""
+    """What one stage of a policy really converted. Parameters are weights of linear layers (and tied heads).
+
+    runner         what runs the decoder layers: "inductor" (one compiled program) or "eager" (transformers' modules)
+    runner_reason  why nothing better does; None where nothing better is known here
+    """
 
     converted_parameters: int = 0
     total_parameters: int = 0
@@ -179,6 +188,8 @@ class Coverage(msgspec.Struct, kw_only=True):
     left: list[LeftModule] = msgspec.field(default_factory=list)
     formats: dict[str, int] = msgspec.field(default_factory=dict)
     kernels: dict[str, int] = msgspec.field(default_factory=dict)
+    runner: str = "eager"
+    runner_reason: str | None = None
 
 
 class Fallback(msgspec.Struct, kw_only=True):
@@ -589,8 +600,6 @@ class UnknownTypeError(PdqError):
 
 
 _encoder = msgspec.json.Encoder()
-_commands: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Command)
-_events: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Event)
 
 
 class _Head(msgspec.Struct):
@@ -598,7 +607,10 @@ class _Head(msgspec.Struct):
     type: str = ""
 
 
-_head: msgspec.json.Decoder[_Head] = msgspec.json.Decoder(_Head)
+@functools.cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    """Made when the first line comes: the app's first screen does not wait for the types of every message."""
+    return msgspec.json.Decoder(kind)
 
 
 def encode(message: Message) -> bytes:
@@ -637,12 +649,12 @@ def _clean(value: Any, path: str, lost: list[str]) -> Any:
 
 def decode_command(line: bytes) -> Any:
     """Raises ProtocolError or UnknownTypeError."""
-    return _decode(line, _commands)
+    return _decode(line, _decoder(Command))
 
 
 def decode_event(line: bytes) -> Any:
     """Raises ProtocolError or UnknownTypeError."""
-    return _decode(line, _events)
+    return _decode(line, _decoder(Event))
 
 
 def _decode(line: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
@@ -654,7 +666,7 @@ def _decode(line: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError) as raised:
         error = raised
     try:
-        head = _head.decode(line)
+        head = _decoder(_Head).decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise ProtocolError(f"not a message: {line[:80]!r}") from error
     if not head.type:

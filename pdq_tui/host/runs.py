@@ -18,8 +18,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
-
 from pdq_tui import locations
 from pdq_tui.errors import PdqError
 
@@ -177,10 +175,16 @@ def host_facts() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "threads": len(os.sched_getaffinity(0)),
         "threads_total": os.cpu_count(),
-        "memory": psutil.virtual_memory().total,
-        "system": platform.platform(),
+        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "system": _system(),
         "python": platform.python_version(),
     }
+
+
+def _system() -> str:
+    """What ``platform.platform()`` says on Linux; that starts a process (uname -p) while the first screen waits."""
+    name = os.uname()
+    return f"{name.sysname}-{name.release}-{name.machine}-with-{''.join(platform.libc_ver())}"
 
 
 def _cpu_name() -> str:
@@ -266,6 +270,8 @@ def leftovers(parents: Iterable[Path] | None = None) -> list[Leftover]:
 
 
 def _rss(pid: int) -> int | None:
+    import psutil  # only where something was left behind; the first screen waits for every import
+
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:

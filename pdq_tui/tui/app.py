@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -170,6 +171,7 @@ class PdqApp(App[int]):
         if self.options.load is not None:
             # After the first frame: the screen does not wait for processes.
             self.call_after_refresh(self._begin, self.options.load)
+        self.call_after_refresh(_collect_again)
 
     def _begin(self, load: Load) -> None:
         if load.model == "demo" and load.source is None:
@@ -322,6 +324,14 @@ class PdqApp(App[int]):
     async def _close(self, code: int) -> None:
         await asyncio.to_thread(self.session.close)
         self.exit(code, return_code=code)
+
+
+def _collect_again() -> None:
+    """Where the collector was off while the program started (``cli``): what is there now stays, and is left out of
+    every collection, so that none of them holds a key up for long."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 def _with_source(load: Load, source: Path) -> Load:
