@@ -72,15 +72,16 @@ class Source:
 
 
 def load_model(command: Load, device: Device, progress: Progress, cancelled: Cancel) -> LoadedModel:
-    """Raises PdqError with one sentence, or Cancelled. A local directory causes no connection attempt."""
+    """Raises PdqError with one sentence, or Cancelled: within a fraction of a second, also where a disk takes its time,
+    since whatever reads files is waited for in a thread. A local directory causes no connection attempt."""
     source = resolve(command, progress, cancelled)
     check(cancelled)
     progress(0, None, f"{source.id}: checking the files")
-    checkpoint = inspect(source.path)
+    checkpoint = interruptible(lambda: inspect(source.path), cancelled)
     dtype = _dtype(command.dtype, checkpoint)
-    config = _config(checkpoint, command)
-    check(cancelled)
-    tokenizer = _tokenizer(checkpoint, command)
+    config = interruptible(lambda: _config(checkpoint, command), cancelled)
+    progress(0, None, f"{source.id}: reading the tokenizer")
+    tokenizer = interruptible(lambda: _tokenizer(checkpoint, command), cancelled)
     notes = list(source.notes)
     skeleton, masters = _mapped(checkpoint, config, dtype, command, device, progress, cancelled)
     if skeleton is None:
@@ -247,12 +248,21 @@ def _mapped(
     for done, names in enumerate(wanted):
         check(cancelled)
         progress(done, len(wanted), f"{checkpoint.path.name}: {names[0]}")
-        value = masters.get(stored[names[0]])
+        value = _read(masters, stored[names[0]], device, cancelled)
         for name in names:
             set_module_tensor_to_device(model, name, device.torch_device, value=value, dtype=dtype)
     model.tie_weights()
     _move_buffers(model, masters, device)
     return model, masters
+
+
+def _read(masters: Masters, name: str, device: Device, cancelled: Cancel) -> torch.Tensor:
+    """One weight on the device; a large one may take the disk, or the way to the device, many seconds."""
+
+    def work() -> torch.Tensor:
+        return masters.get(name).to(device.torch_device)
+
+    return interruptible(work, cancelled)
 
 
 def _held(

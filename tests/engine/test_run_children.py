@@ -15,8 +15,10 @@ import pytest
 
 from pdq_tui.core.kernels import Candidate
 from pdq_tui.engine.cancel import Cancelled
+from pdq_tui.engine.convert import converted
 from pdq_tui.engine.kernels import LABEL, Prober
 from pdq_tui.engine.process import run_module
+from pdq_tui.errors import PdqError
 
 WANTED = [(Candidate("int8pack", "int8pack", "int8", "int8", probe=True), "bf16", 128, 128)]
 PROBING = "from pdq_tui.engine.probe import probe_in_child\nprobe_in_child([{}], lambda: None)\n"
@@ -73,6 +75,27 @@ def test_a_cancelled_probe_ends_within_200_ms_and_says_what_it_does() -> None:
         Prober().broken(WANTED, stop.is_set, progress)
     assert time.monotonic() - at[0] < 0.2
     assert set(told) == {LABEL} and not children()
+
+
+def test_a_cancelled_conversion_ends_within_200_ms_and_leaves_nothing(tmp_path: Path) -> None:
+    gguf, target = tmp_path / "a.gguf", tmp_path / "copy"
+    gguf.write_bytes(b"GGUF" + bytes(60))
+    stale = tmp_path / "copy.1.part"  # of an engine that was killed
+    stale.mkdir()
+    stop = threading.Event()
+    told: list[float] = []
+
+    def progress(done: float, total: float | None, label: str) -> None:
+        told.append(time.monotonic())
+        if len(told) == 5:
+            stop.set()
+
+    with pytest.raises(Cancelled):
+        converted(gguf, target, progress, stop.is_set)
+    assert time.monotonic() - told[4] < 0.2
+    assert not children() and not list(tmp_path.glob("*.part")) and not target.exists()
+    with pytest.raises(PdqError, match="cannot be dequantized"):  # and the lock is free again
+        converted(gguf, target, lambda *_: None, lambda: False)
 
 
 def test_what_was_found_before_a_cancel_stays_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ import torch
 from huggingface_hub import errors as hub_errors
 
 from pdq_tui.core.protocol import Load
-from pdq_tui.engine import convert, hub
+from pdq_tui.engine import convert, hub, loader
 from pdq_tui.engine.cancel import Cancelled
-from pdq_tui.engine.checkpoint import HeldMasters, MappedMasters, inspect
+from pdq_tui.engine.checkpoint import Checkpoint, HeldMasters, MappedMasters, inspect
 from pdq_tui.engine.device import CpuDevice
 from pdq_tui.engine.loader import LoadedModel, load_model
 from pdq_tui.errors import PdqError, UnfitError, UsageError
@@ -48,6 +50,45 @@ def test_linear_weights_stay_in_the_files(tiny_llama: Path, tmp_path: Path) -> N
     assert info.tied_head
     assert info.dtype == "float32"
     assert model.eos == {2}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (loader, "inspect"),
+        (loader, "_config"),
+        (loader, "_tokenizer"),
+        (MappedMasters, "get"),
+        (Checkpoint, "sha256"),
+    ],
+    ids=["headers", "config", "tokenizer", "weights", "hash"],
+)
+def test_S05_f_a_load_from_a_slow_disk_is_cancelled_within_a_fraction_of_a_second(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    """The disk answers when it likes: here after a second and a half, for each reader in turn."""
+    before = getattr(owner, name)
+    asked, stop, over = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        asked.set()
+        over.wait(1.5)
+        return before(*arguments)
+
+    monkeypatch.setattr(owner, name, slow)
+    pressed: list[float] = []
+
+    def press() -> None:
+        asked.wait(60)
+        pressed.append(time.monotonic())
+        stop.set()
+
+    threading.Thread(target=press, daemon=True).start()
+    command = Load(model=str(tiny_llama), cache_dir=str(tmp_path / "cache"), device="cpu")
+    with pytest.raises(Cancelled):
+        load_model(command, CpuDevice(1), lambda *_: None, stop.is_set)
+    assert time.monotonic() - pressed[0] < 0.4
+    over.set()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
