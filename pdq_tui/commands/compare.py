@@ -8,6 +8,7 @@ import typer
 
 from pdq_tui.commands import flags
 from pdq_tui.commands.common import ascii_only, emit, fraction, runs_dir, say, settings
+from pdq_tui.commands.gate import JUDGED, watched
 from pdq_tui.errors import GATE, OK, UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -35,7 +36,13 @@ def compare(
         typer.Option("--min-effect", metavar="SHARE", help="Smallest difference that counts, e.g. 1%. [1%]"),
     ] = None,
     fail_on: Annotated[
-        str | None, typer.Option("--fail-on", metavar="worse", help="Exit 3 if any row is judged worse.")
+        str | None,
+        typer.Option(
+            "--fail-on",
+            metavar="worse[:METRIC,…]",
+            help="Exit 3 if a timed metric (e2e_ms, ttft_ms, tpot_ms, rates) is judged worse; with names only these. "
+            "Memory counts only by name: worse:stored_bytes. Unsure never fails, and is said.",
+        ),
     ] = None,
     force: Annotated[
         bool,
@@ -45,8 +52,7 @@ def compare(
     ] = False,
     directory: flags.RunsDir = None,
 ) -> None:
-    if fail_on not in (None, "worse"):
-        raise UsageError(f"--fail-on: {fail_on!r} is not a legal value", "legal: worse")
+    gated = watched(fail_on, JUDGED)
     if format_ not in FORMATS:
         raise UsageError(f"--format: {format_!r} is not a legal value", f"legal: {', '.join(FORMATS)}")
     if len(words) < 2:
@@ -64,9 +70,11 @@ def compare(
     found = [load(snapshot_path(word, runs)) for word in words]
     comparison = compare_snapshots(found, loaded.settings.run.min_effect, force=force)
     emit(render(comparison, format_, diff_only=diff_only, ascii_only=format_ == "table" and ascii_only()))
-    worse = [row for row in comparison.rows if row.judgement == "worse"]
-    if fail_on == "worse":
-        labels = {side.id: side.label for side in comparison.candidates}
-        for row in worse:
+    rows = [row for row in comparison.rows if row.metric in gated]
+    labels = {side.id: side.label for side in comparison.candidates}
+    for row in rows:
+        if row.judgement == "worse":
             say(f"worse: {labels[row.candidate]} ({row.candidate}) in {row.name}")
-    raise typer.Exit(GATE if fail_on == "worse" and worse else OK)
+        elif row.judgement == "unsure":
+            say(f"unsure: {labels[row.candidate]} ({row.candidate}) in {row.name}: {row.reason}")
+    raise typer.Exit(GATE if any(row.judgement == "worse" for row in rows) else OK)

@@ -10,12 +10,13 @@ import typer
 
 from pdq_tui.commands import flags
 from pdq_tui.commands.common import emit, runs_dir, say, settings
+from pdq_tui.commands.gate import TIMED, watched
 from pdq_tui.commands.progress import Printer
 from pdq_tui.config import Settings
 from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.protocol import Load
-from pdq_tui.errors import FAILED, GATE, INTERRUPTED, OK, PdqError, UsageError
+from pdq_tui.errors import FAILED, GATE, INTERRUPTED, OK, PdqError
 from pdq_tui.host import demo
 from pdq_tui.host.measure import MeasureError, measure
 from pdq_tui.host.runs import new_run
@@ -75,7 +76,12 @@ def run(
     ] = "",
     fail_on: Annotated[
         str | None,
-        typer.Option("--fail-on", metavar="worse", help="Exit 3 if any metric of any arm is judged worse."),
+        typer.Option(
+            "--fail-on",
+            metavar="worse[:METRIC,…]",
+            help="Exit 3 if a timed metric of an arm is judged worse; with names (e2e_ms, tpot_ms) only these. "
+            "Unsure never fails, and is said.",
+        ),
     ] = None,
     min_effect: Annotated[
         str | None,
@@ -89,8 +95,7 @@ def run(
     revision: flags.Revision = None,
     directory: flags.RunsDir = None,
 ) -> None:
-    if fail_on not in (None, "worse"):
-        raise UsageError(f"--fail-on: {fail_on!r} is not a legal value", "legal: worse")
+    gated = watched(fail_on, TIMED)
     from pdq_tui.commands.common import fraction
 
     loaded = settings(
@@ -165,13 +170,15 @@ def run(
     kept.tell()
     if code == INTERRUPTED:
         say(f"interrupted: what was measured until then is kept in {where.place}")
-    worse = [r for r in kept.document["ratios"] if r["judgement"] == "worse"]
+    rows = [r for r in kept.document["ratios"] if r["metric"] in gated]
     if code == OK and (kept.trouble or where.text):
         code = FAILED
-    if code == OK and fail_on == "worse" and worse:
-        for row in worse:
+    for row in rows if code == OK else ():
+        if row["judgement"] == "worse":
             say(f"worse: {row['arm']} in {row['metric']} (ratio {row['ratio']:.3f})")
-        code = GATE
+            code = GATE
+        elif row["judgement"] == "unsure":
+            say(f"unsure: {row['arm']} in {row['metric']}: {row['judgement_reason']}")
     raise typer.Exit(code)
 
 

@@ -309,7 +309,7 @@ def _memory_row(
 
 
 def _figure_row(a: Snapshot, b: Snapshot, figure: Figure, min_effect: float) -> Row:
-    values = tuple(figure.of(s.arm) for s in (a, b))
+    values = [figure.of(s.arm) for s in (a, b)]
     one, two = (
         Summary(
             median=v,
@@ -326,9 +326,9 @@ def _figure_row(a: Snapshot, b: Snapshot, figure: Figure, min_effect: float) -> 
         one,
         two,
         group=MEMORY,
-        **_apart(*values),
+        **_apart(values[0], values[1]),
         ci95=None,
-        judgement=_word(*values, min_effect, figure.better),
+        judgement=_word(values[0], values[1], min_effect, figure.better),
         method="exact",
         reason=_why(one, two),
     )

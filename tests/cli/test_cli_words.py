@@ -102,6 +102,7 @@ def test_exit_codes_of_wrong_words(pdq: Pdq) -> None:
         ("run", "demo", "--in", "0"),
         ("run", "demo", "--policy", "int5"),
         ("run", "demo", "--fail-on", "better"),
+        ("run", "demo", "--fail-on", "worse:stored_bytes"),
         ("run", "demo", "--min-effect", "half"),
         ("run", "demo", "--device", "tpu"),
         ("run", "demo", "--chat-template", "maybe"),
