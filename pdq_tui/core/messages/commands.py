@@ -1,0 +1,113 @@
+"""Commands: from the app to a worker."""
+
+from __future__ import annotations
+
+from pdq_tui.core.messages.base import Message
+from pdq_tui.core.policy import Policy
+from pdq_tui.core.workload import Workload
+
+
+class Load(Message):
+    """Load a model. ``model`` is a directory, a hub id, or "demo" with ``source`` the fetched GGUF's directory.
+
+    ``layers``: "auto" runs decoder layers as the kernel table says (compiled where it can), "eager" never compiles.
+    """
+
+    model: str
+    source: str | None = None
+    cache_dir: str = ""
+    device: str = "auto"
+    gpu: str | None = None
+    dtype: str | None = None
+    threads: int | None = None
+    weight_budget_bytes: int | None = None
+    trust_remote_code: bool = False
+    revision: str | None = None
+    attention: str = "pdq"
+    layers: str = "auto"
+
+
+class SetArm(Message):
+    """Make ``arm`` ("A", "B", or a label of a headless run) follow ``policy``: pack what is missing, then be ready."""
+
+    arm: str
+    policy: Policy
+    hard: bool = False
+
+
+class SetWorkload(Message):
+    workload: Workload
+
+
+class StartLoop(Message):
+    """Run the workload without end on ``arm``; with ``interleave`` on all ``arms`` in ABBA blocks."""
+
+    arm: str
+    arms: list[str]
+    interleave: bool = False
+    seed: int = 0
+
+
+class SelectArm(Message):
+    arm: str
+
+
+class Interleave(Message):
+    on: bool
+
+
+class RunBlocks(Message):
+    """A headless measurement: warm-up, then blocks until ``blocks`` are done or ``budget_s`` is used up.
+
+    arms[0] is the reference and is also measured as a repeated control. ``min_seconds`` is the floor on measured time.
+    ``solo`` adds, before the blocks, a pass of each arm with only its policy resident, for memory.
+    """
+
+    arms: list[str]
+    blocks: int = 10
+    min_seconds: float = 10.0
+    budget_s: float | None = None
+    warmup_steps: int = 10
+    seed: int = 0
+    solo: bool = True
+
+
+class Stop(Message):
+    """End the running loop or measurement at the next token; results so far stay."""
+
+
+class CancelTask(Message):
+    """Cancel loading, converting or packing. Answered by ``TaskEnded(cancelled=True)``."""
+
+
+class Ping(Message):
+    id: int = 0
+
+
+class Shutdown(Message):
+    pass
+
+
+class Watch(Message):
+    """To the sensors: follow this engine process and device. Joined by ``uuid`` or ``bus_id`` only."""
+
+    pid: int | None = None
+    uuid: str | None = None
+    bus_id: str | None = None
+    interval_s: float = 0.1
+
+
+Command = (
+    Load
+    | SetArm
+    | SetWorkload
+    | StartLoop
+    | SelectArm
+    | Interleave
+    | RunBlocks
+    | Stop
+    | CancelTask
+    | Ping
+    | Shutdown
+    | Watch
+)

@@ -1,0 +1,232 @@
+"""Events: from the engine to the app."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdq_tui.core.messages.base import Message
+from pdq_tui.core.messages.facts import Coverage, DeviceInfo, Fallback, KvInfo, ModelInfo, WeightsInfo
+from pdq_tui.core.policy import Policy
+from pdq_tui.core.workload import Workload
+
+
+class Hello(Message):
+    """First line of a worker. ``role`` is "engine" or "sensors"."""
+
+    role: str
+    pid: int
+    python: str = ""
+    libraries: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class Progress(Message):
+    """Droppable. ``total`` None: not known. ``task``: fetch, convert, load, pack, warmup, measure."""
+
+    task: str
+    label: str
+    done: float
+    total: float | None = None
+    unit: str = ""
+
+
+class TaskEnded(Message):
+    task: str
+    label: str
+    ok: bool
+    seconds: float
+    cancelled: bool = False
+    text: str = ""
+
+
+class ModelReady(Message):
+    """``attention``: the attention implementation that runs, None where the worker did not say."""
+
+    model: ModelInfo
+    device: DeviceInfo
+    attention: str | None = None
+    load_peak_bytes: int | None = None
+    load_peak_reason: str | None = None
+
+
+class ArmReady(Message):
+    arm: str
+    policy: Policy
+    weights: WeightsInfo
+    coverage: dict[str, Coverage]
+    kv: KvInfo
+    fallbacks: list[Fallback] = msgspec.field(default_factory=list)
+    warnings: list[str] = msgspec.field(default_factory=list)
+    seconds: float = 0.0
+    resident: bool = False
+
+
+class ArmRefused(Message):
+    """The arm keeps what it had."""
+
+    arm: str
+    policy: str
+    reason: str
+    hint: str | None = None
+
+
+class RefusedPrompt(msgspec.Struct):
+    number: int
+    reason: str
+
+
+class WorkloadReady(Message):
+    """``lengths``: token counts of the prompts that will run. ``refused``: 1-based numbers of those that will not."""
+
+    workload: Workload
+    prompts: int
+    lengths: list[int]
+    prompts_sha256: str
+    chat_template_applied: bool
+    refused: list[RefusedPrompt] = msgspec.field(default_factory=list)
+    notes: list[str] = msgspec.field(default_factory=list)
+
+
+class WorkloadRefused(Message):
+    reason: str
+    hint: str | None = None
+
+
+class RunStarted(Message):
+    kind: str  # loop | blocks
+    arms: list[str]
+    interleave: bool
+    seed: int = 0
+    blocks: int | None = None
+
+
+class ArmSwitched(Message):
+    """The next request uses ``arm``. ``gap_ms``: end of the last request to the start of the next, when measured."""
+
+    arm: str
+    policy: str
+    at_request: int
+
+
+class StageSample(Message):
+    """Droppable, live only: where the running request is. Sent at most 10 times a second, never inside a timed step."""
+
+    request: int
+    arm: str
+    stage: str
+    tokens: int
+    itl_ms: float | None = None
+
+
+class NonFinite(msgspec.Struct):
+    """Where logits first held NaN or infinity: ``step`` 0 is prefill, n ≥ 1 the n-th decode step."""
+
+    stage: str
+    step: int
+
+
+class Request(Message):
+    """One request's record, sent after it ended; never dropped. Times are device times where the device has events.
+
+    ttft_ms = queue + tokenize + prefill + (handoff where it delays the first token; here it does not, so it is apart).
+    ``itl_ms`` holds every decode step; its sum is decode_ms. ``tpot_ms`` = decode_ms / (steps), null for N < 2.
+    ``prefill_bound_ms`` and ``decode_bound_ms`` (mean per step) are the hardware limits of the operators that ran:
+    sum of max(bytes / read peak, FLOPs / peak of the dtype), see ``core.roofline``; null without measured peaks.
+    ``prompt_tokens`` are real tokens over the batch, ``padded_tokens`` the padding beside them.
+    ``output_tokens`` are per row. ``peak_*`` are per-stage high-water marks by ``memory_method``.
+    ``valid`` False with ``invalid_reason``: may be shown, never ranked.
+    """
+
+    request: int
+    arm: str
+    policy: str
+    policy_digest: str
+    kind: str  # loop | blocks | solo | warmup
+    block: int | None = None
+    slot: int | None = None
+    control: bool = False
+    warmup: bool = False
+    first_use: bool = False
+    prompt: int = 0
+    batch: int = 1
+    prompt_tokens: int = 0
+    padded_tokens: int = 0
+    output_tokens: list[int] = msgspec.field(default_factory=list)
+    stop: str = "fixed"
+    stop_reasons: list[str] = msgspec.field(default_factory=list)
+    queue_ms: float = 0.0
+    tokenize_ms: float = 0.0
+    prefill_ms: float | None = None
+    handoff_ms: float | None = None
+    ttft_ms: float | None = None
+    decode_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+    itl_ms: list[float] = msgspec.field(default_factory=list)
+    gap_ms: float | None = None
+    bytes_per_step: int | None = None
+    bytes_per_step_wasted: int | None = None
+    prefill_flops: dict[str, float] = msgspec.field(default_factory=dict)
+    prefill_bytes: int | None = None
+    prefill_bound_ms: float | None = None
+    decode_bound_ms: float | None = None
+    kv_bytes: int | None = None
+    prefill_peak_bytes: int | None = None
+    decode_peak_bytes: int | None = None
+    steady_bytes: int | None = None
+    memory_method: str = ""
+    eager_launch_bound: bool = False
+    cancelled: bool = False
+    valid: bool = True
+    invalid_reason: str | None = None
+    nonfinite: NonFinite | None = None
+    text: str | None = None
+    tokens_sha256: str | None = None
+    host_start_ns: int = 0
+    host_end_ns: int = 0
+
+
+class RunEnded(Message):
+    """``reason``: done, budget, stopped, failed."""
+
+    reason: str
+    requests: int
+    blocks: int = 0
+
+
+class Note(Message):
+    """A sentence for the person. ``level``: info, warn, error."""
+
+    level: str
+    text: str
+    hint: str | None = None
+
+
+class Failure(Message):
+    """``kind``: usage, model, oom, device, internal. After ``fatal`` the worker ends and is replaced.
+
+    ``exit_code``: of the error behind it, where it was one for people (``errors.PdqError``).
+    """
+
+    kind: str
+    message: str
+    hint: str | None = None
+    stage: str | None = None
+    wanted_bytes: int | None = None
+    free_bytes: int | None = None
+    fatal: bool = False
+    detail: str = ""
+    exit_code: int | None = None
+
+
+class Dropped(Message):
+    """How many droppable messages this worker has dropped so far because nobody read fast enough.
+
+    ``role`` is filled in by the host.
+    """
+
+    count: int
+    role: str = "engine"
+
+
+class Pong(Message):
+    id: int = 0

@@ -1,0 +1,102 @@
+"""Facts that travel inside events: model, device, coverage, weights, cache."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ModelInfo(msgspec.Struct, kw_only=True):
+    id: str
+    path: str = ""
+    revision: str | None = None
+    sha256: str | None = None
+    family: str = ""
+    parameters: int = 0
+    layers: int = 0
+    hidden: int = 0
+    vocab: int = 0
+    max_positions: int | None = None
+    rotary: bool = True
+    dtype: str = ""
+    chat_template: bool = False
+    tied_head: bool = False
+    notes: list[str] = msgspec.field(default_factory=list)
+
+
+class DeviceInfo(msgspec.Struct, kw_only=True):
+    """``uuid`` and ``bus_id`` are None on CPU. ``memory_bytes`` is the device's (or the cgroup's / machine's) total."""
+
+    kind: str
+    name: str
+    index: int | None = None
+    uuid: str | None = None
+    bus_id: str | None = None
+    capability: tuple[int, int] | None = None
+    memory_bytes: int | None = None
+    threads: int = 1
+    threads_reason: str = ""
+    cpu: str = ""
+    isa: list[str] = msgspec.field(default_factory=list)
+    memory_method: str = ""
+    last_level_cache_bytes: int | None = None
+    read_peak_gbps: float | None = None
+    read_peak_method: str = ""
+    compute_peak_tflops: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class LeftModule(msgspec.Struct, kw_only=True):
+    module: str
+    parameters: int
+    bytes: int
+    reason: str
+
+
+class Coverage(msgspec.Struct, kw_only=True):
+    """What one stage of a policy really converted. Parameters are weights of linear layers (and tied heads).
+
+    runner         what runs the decoder layers: "inductor" (one compiled program) or "eager" (transformers' modules)
+    runner_reason  why nothing better does; None where nothing better is known here
+    """
+
+    converted_parameters: int = 0
+    total_parameters: int = 0
+    converted_bytes: int = 0
+    left_bytes: int = 0
+    left: list[LeftModule] = msgspec.field(default_factory=list)
+    formats: dict[str, int] = msgspec.field(default_factory=dict)
+    kernels: dict[str, int] = msgspec.field(default_factory=dict)
+    runner: str = "eager"
+    runner_reason: str | None = None
+
+
+class Fallback(msgspec.Struct, kw_only=True):
+    stage: str
+    module: str
+    wanted: str
+    used: str
+    reason: str
+    modules: int = 1
+
+
+class WeightsInfo(msgspec.Struct, kw_only=True):
+    """Bytes of one policy. ``extra_bytes`` = union of both stages' packed bytes minus the larger stage alone.
+
+    ``kept_bytes`` stay in the model's dtype (embeddings, head, norms). ``bits_per_weight``: over converted parameters,
+    by stage. ``session_resident_bytes``: everything the engine holds now, all arms.
+    """
+
+    stored_bytes: int = 0
+    prefill_bytes: int = 0
+    decode_bytes: int = 0
+    shared_bytes: int = 0
+    extra_bytes: int = 0
+    kept_bytes: int = 0
+    bits_per_weight: dict[str, float | None] = msgspec.field(default_factory=dict)
+    session_resident_bytes: int = 0
+
+
+class KvInfo(msgspec.Struct, kw_only=True):
+    dtype: str = "bf16"
+    bytes_per_token: int = 0
+    allocated_bytes: int = 0
+    capacity_tokens: int | None = None

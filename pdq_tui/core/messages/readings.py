@@ -1,0 +1,69 @@
+"""What the sensors' worker sends."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdq_tui.core.messages.base import Message
+
+
+class GpuSample(msgspec.Struct, kw_only=True):
+    """One GPU now. Every field alone: None with an entry in ``missing`` (field → reason)."""
+
+    index: int
+    name: str | None = None
+    uuid: str | None = None
+    bus_id: str | None = None
+    mig: bool = False
+    engine: bool = False
+    gpu_util: float | None = None
+    memory_util: float | None = None
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    memory_reserved_bytes: int | None = None
+    memory_version: str | None = None
+    unified: bool = False
+    process_memory_bytes: int | None = None
+    other_processes: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    energy_j: float | None = None
+    temperature_c: float | None = None
+    sm_mhz: float | None = None
+    memory_mhz: float | None = None
+    throttle: list[str] | None = None
+    throttle_raw: int | None = None
+    missing: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class CpuSample(msgspec.Struct, kw_only=True):
+    load: float | None = None
+    engine_load: float | None = None
+    engine_rss_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    memory_available_bytes: int | None = None
+    mhz: float | None = None
+    temperature_c: float | None = None
+    missing: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class SensorState(Message):
+    """Sent at start and when it changes. ``nvml``: ok, absent, driver-not-loaded, version-mismatch, error.
+
+    ``engine_gpu``: index of the GPU that is the engine's device, None with ``engine_gpu_reason``.
+    """
+
+    nvml: str
+    text: str
+    hint: str | None = None
+    driver: str | None = None
+    gpus: int = 0
+    engine_gpu: int | None = None
+    engine_gpu_reason: str | None = None
+
+
+class SensorSample(Message):
+    """Droppable on screen, journaled."""
+
+    gpus: list[GpuSample] = msgspec.field(default_factory=list)
+    cpu: CpuSample = msgspec.field(default_factory=CpuSample)
