@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from pdq_tui.core.arms import arm_stats, counts, drift, timed
-from pdq_tui.core.facts import Facts, clocks, collect, slowed
+from pdq_tui.core.arms import arm_stats, counts, drift, gaps, timed
+from pdq_tui.core.caveats import invalid_reason, warnings
+from pdq_tui.core.facts import Facts, clocks, collect
 from pdq_tui.core.metrics import METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, noise_floor, ratios
-from pdq_tui.core.protocol import Request
+from pdq_tui.core.protocol import Coverage, Request
 from pdq_tui.core.stats import Quantiles, Ratio, Summary, quantiles
 
 SCHEMA: Final = 1
-#: A change between the first and the last third of a run from here on is a warning.
-DRIFT_WARNING: Final = 0.05
 _NO_ENERGY: Final = (
     "needs windows of at least 5 s in one stage on the energy counter, which this version does not make"
 )
@@ -136,6 +136,7 @@ def setup_document(meta: Mapping[str, Any], facts: Facts, blocks: int) -> Json:
     put(doc, "device", _device(facts), "the engine never reported a device")
     doc["libraries"] = {**dict(meta.get("libraries") or {}), **facts.libraries}
     driver = facts.sensor_state.driver if facts.sensor_state else None
+    put(doc, "python", facts.python or meta.get("python"))
     put(doc, "driver", driver, facts.sensor_state.text if facts.sensor_state else "no sensors")
     put(doc, "model", _model(facts), "no model was loaded")
     put(doc, "workload", _workload(meta, facts, blocks), "no workload was set")
@@ -155,6 +156,7 @@ def _device(facts: Facts) -> Json | None:
     put(out, "read_peak_gbps", d.read_peak_gbps, "no read peak was measured")
     out["read_peak_method"] = d.read_peak_method
     out["compute_peak_tflops"] = dict(d.compute_peak_tflops)
+    put(out, "last_level_cache_bytes", d.last_level_cache_bytes, "not told by this device")
     out["memory_method"] = d.memory_method
     return out
 
@@ -204,15 +206,6 @@ def _workload(meta: Mapping[str, Any], facts: Facts, blocks: int) -> Json | None
     return out
 
 
-def invalid_reason(requests: Sequence[Request]) -> str | None:
-    """Why an arm's figures may be shown but never ranked; None if every request of it is valid."""
-    for r in requests:
-        if not r.valid:
-            where = f" (first in {r.nonfinite.stage}, step {r.nonfinite.step})" if r.nonfinite else ""
-            return f"{r.invalid_reason or 'invalid'}{where}"
-    return None
-
-
 def arm_document(facts: Facts, label: str) -> Json:
     """``arms[]`` of the contract for one arm."""
     requests = facts.of(label)
@@ -237,19 +230,19 @@ def arm_document(facts: Facts, label: str) -> Json:
         for key, metric in ids.items():
             _put_summary(part, key, stats[metric])
         if stage == "decode":
-            part["itl_ms"] = quantiles_json(quantiles([r.itl_ms for r in used], "ms"))
-            values = sorted(r.bytes_per_step for r in used if r.bytes_per_step is not None)
+            part["itl_ms"] = quantiles_json(quantiles(gaps(used), "ms", METRICS["itl_ms"].missing))
+            read = [r.bytes_per_step for r in used if r.bytes_per_step is not None]
+            # An upper median: a number of bytes that a step did read.
             put(
                 part,
                 "bytes_per_step",
-                values[len(values) // 2] if values else None,
+                statistics.median_high(read) if read else None,
                 "no decode step was made",
             )
             wasted = [r.bytes_per_step_wasted for r in used if r.bytes_per_step_wasted is not None]
             put(part, "bytes_per_step_wasted", max(wasted, default=None), "not counted")
         put(part, "energy_j_per_token", None, _NO_ENERGY)
-        peaks = [v for r in memory_from if (v := getattr(r, f"{stage}_peak_bytes")) is not None]
-        put(part, "peak_bytes", max(peaks, default=None), "this device has no counter for it")
+        _put_bytes(part, "peak_bytes", stats[f"{stage}_peak_bytes"])
         covered = ready.coverage.get(stage) if ready else None
         part["kernels"] = sorted(covered.kernels) if covered else []
         part["formats"] = dict(covered.formats) if covered else {}
@@ -258,8 +251,7 @@ def arm_document(facts: Facts, label: str) -> Json:
         _put_summary(out, key, stats[key])
     _put_weights(out, facts, label)
     _put_summary(out, "gap_ms", stats["gap_ms"])
-    steady = stats["steady_bytes"]
-    put(out, "steady_bytes", None if steady.median is None else round(steady.median), steady.reason or "")
+    _put_bytes(out, "steady_bytes", stats["steady_bytes"])
     out["memory_from"] = "solo pass" if solo else "shared session"
     put(out, "memory_method", next((r.memory_method for r in memory_from if r.memory_method), None))
     out["fallbacks"] = [msgspec.to_builtins(f) for f in ready.fallbacks] if ready else []
@@ -277,6 +269,10 @@ def arm_document(facts: Facts, label: str) -> Json:
 
 def _put_summary(into: Json, key: str, s: Summary) -> None:
     put(into, key, None if s.median is None else summary_json(s), s.reason or "nothing was measured")
+
+
+def _put_bytes(into: Json, key: str, s: Summary) -> None:
+    put(into, key, None if s.median is None else round(s.median), s.reason or "nothing was measured")
 
 
 def _put_weights(out: Json, facts: Facts, label: str) -> None:
@@ -303,9 +299,28 @@ def _put_weights(out: Json, facts: Facts, label: str) -> None:
         put(weights["bits_per_weight_by_stage"], stage, value, "nothing was converted in this stage")
     kv: Json = {"bytes_per_token": ready.kv.bytes_per_token, "dtype": ready.kv.dtype}
     put(kv, "capacity_tokens", ready.kv.capacity_tokens, "free memory is not known")
+    per_token = ready.kv.bytes_per_token
+    displaced = w.extra_bytes // per_token if per_token else None
+    put(kv, "displaced_tokens", displaced, "bytes per token are not known")
+    put(kv, "capacity_requests", *_capacity_requests(facts, ready.kv.capacity_tokens))
     out["weights"], out["kv"] = weights, kv
     out["session_resident_bytes"] = w.session_resident_bytes
-    out["coverage"] = {stage: msgspec.to_builtins(c) for stage, c in ready.coverage.items()}
+    out["coverage"] = {stage: _coverage(c) for stage, c in ready.coverage.items()}
+
+
+def _coverage(c: Coverage) -> Json:
+    found: Json = msgspec.to_builtins(c)
+    if c.runner_reason is None:  # itself a reason: absent where there is none
+        del found["runner_reason"]
+    return found
+
+
+def _capacity_requests(facts: Facts, tokens: int | None) -> tuple[int | None, str]:
+    """How many requests of this workload's longest prompt and its output fit, and why that is not known."""
+    if tokens is None or facts.workload is None:
+        return None, "free memory is not known" if tokens is None else "no workload was set"
+    longest = max(facts.workload.lengths, default=facts.workload.workload.prompt_tokens or 0)
+    return tokens // max(1, longest + facts.workload.workload.output_tokens), ""
 
 
 def text_sha256(requests: Sequence[Request]) -> str | None:
@@ -337,64 +352,4 @@ def ratio_json(r: Ratio) -> Json:
         out["judgement_reason"] = r.reason
     put(out, "threshold", None if r.threshold is None else math.expm1(r.threshold))
     put(out, "noise_floor", r.noise_floor, "no repeated control of at least two blocks")
-    return out
-
-
-def warnings(facts: Facts, labels: Sequence[str]) -> list[str]:
-    """Sentences about everything that a reader of the figures must know."""
-    out: list[str] = []
-    for label in labels:
-        out += _arm_warnings(facts, label)
-    if facts.superseded:
-        out.append(f"{facts.superseded} requests of an earlier workload or model are left out")
-    out += [f"{a}: policy {r.policy} was refused: {r.reason}" for a, r in facts.refused.items()]
-    for end in facts.ended[-1:]:
-        if end.reason != "done" and end.reason != "stopped":
-            out.append(f"the run ended early ({end.reason}) after {end.blocks} blocks")
-    out += [f"{e.role} worker: {e.text}" for e in facts.exits if not e.expected]
-    out += [f"{f.kind}: {f.message}" for f in facts.failures]
-    out += [n.text for n in facts.notes if n.level in ("warn", "error")]
-    return list(dict.fromkeys(out))
-
-
-def _arm_warnings(facts: Facts, label: str) -> list[str]:
-    requests = facts.of(label)
-    ready = facts.arms.get(label)
-    used = timed(requests)
-    out = [f"{label}: {w}" for w in ready.warnings] if ready else []
-    for f in ready.fallbacks if ready else ():
-        times = f" in {f.modules} modules" if f.modules != 1 else ""
-        out.append(f"{label}: {f.stage} of {f.module} runs {f.used} instead of {f.wanted}{times}: {f.reason}")
-    c = counts(requests)
-    left = [
-        (c.first_use, "first-use"),
-        (c.invalid, "invalid"),
-        (c.cancelled, "cancelled"),
-    ]
-    told = ", ".join(f"{n} {name}" for n, name in left if n)
-    if told:
-        out.append(f"{label}: not in the figures: {told} requests")
-    bad = invalid_reason(requests)
-    if bad is not None:
-        out.append(f"{label}: invalid, may not be ranked: {bad}")
-    made = sorted({n for r in used for n in r.output_tokens})
-    if len(made) > 1:
-        out.append(f"{label}: requests made {made[0]} to {made[-1]} tokens; E2E is over unequal work")
-    if any(r.eager_launch_bound for r in used):
-        out.append(f"{label}: eager: launch-bound, no verdict")
-    for metric, value in drift(requests, facts.device, facts.model).items():
-        if value is not None and abs(value) > DRIFT_WARNING:
-            out.append(
-                f"{label}: {metric} drifted by {value:+.1%} from the first to the last third of the run"
-            )
-    limits = slowed(facts, requests)
-    if limits:
-        out.append(f"{label}: the GPU was slowed down while it was measured: {', '.join(limits)}")
-    answers: dict[int, set[str]] = {}
-    for r in used:
-        if r.tokens_sha256:
-            answers.setdefault(r.prompt, set()).add(r.tokens_sha256)
-    unsteady = sum(len(s) > 1 for s in answers.values())
-    if unsteady:
-        out.append(f"{label}: {unsteady} of {len(answers)} prompts got different answers on repetition")
     return out

@@ -11,6 +11,7 @@ import msgspec
 import polars as pl
 
 from pdq_tui.core.document import DECODE_KEYS, PREFILL_KEYS
+from pdq_tui.core.metrics import METRICS
 from pdq_tui.store import series
 from pdq_tui.store.compare import Comparison
 from pdq_tui.store.figures import FIGURES
@@ -122,7 +123,7 @@ def _arm(run: Any, arm: Mapping[str, Any]) -> list[dict[str, Any]]:
     for stage, keys in (("prefill", PREFILL_KEYS), ("decode", DECODE_KEYS)):
         part = arm.get(stage) or {}
         for key, metric in keys.items():
-            add(stage, metric, part, key, "")
+            add(stage, metric, part, key, METRICS[metric].unit)
         add(stage, f"{stage}_peak_bytes", part, "peak_bytes", "B")
     gaps = (arm.get("decode") or {}).get("itl_ms") or {}
     for q in ("p50", "p90", "p99", "max"):

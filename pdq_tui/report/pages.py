@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pdq_tui.core.document import DECODE_KEYS, PREFILL_KEYS
 from pdq_tui.core.metrics import METRICS, MISSING, format_bytes
-from pdq_tui.core.stats import Summary
+from pdq_tui.core.stats import UNSURE, Summary
 from pdq_tui.report.cells import (
     ARROWS,
     about,
@@ -21,7 +21,7 @@ from pdq_tui.report.cells import (
 from pdq_tui.report.page import Formula, Page, Table
 from pdq_tui.store.compare import PAIRED, UNPAIRED, Comparison, Side
 from pdq_tui.store.figures import FIGURES
-from pdq_tui.store.setup import SPEED, SetupCheck
+from pdq_tui.store.setup import BY_POLICY, DIFFERS, OK, SPEED, UNKNOWN, SetupCheck, kernels
 
 Json = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ DELTA_OF: Final = {
     PAIRED: "Δ is ★'s geometric mean over the blocks × (ratio − 1), the estimate of Δ %, not the medians' difference",
     UNPAIRED: "Δ is the median of ★'s blocks × (ratio − 1), the estimate of Δ %; a block is its geometric mean",
 }
-_MARKS: Final = {"ok": "✓", "differs": "✗", "unknown": "?"}
+_MARKS: Final = {OK: "✓", DIFFERS: "✗", UNKNOWN: "?", BY_POLICY: "by policy:"}
 
 
 # -- comparison --------------------------------------------------------------------------------------------------------
@@ -112,8 +112,9 @@ def _pair(c: Comparison, side: Side, diff_only: bool) -> Table:
     hidden = len(rows) - len(shown)
     if hidden:
         table.footer.append(f"{hidden} rows without a difference are not shown")
-    reasons = _by_reason([(r.short, r.reason) for r in shown if r.judgement == "unsure"])
-    table.footer += reasons
+    table.footer += _by_reason([(r.short, r.reason) for r in shown if r.judgement == UNSURE])
+    missing = [r for r in shown if r.judgement != UNSURE and None in (r.reference.median, r.value.median)]
+    table.footer += _by_reason([(r.short, r.reason) for r in missing], MISSING)
     speed = [r for r in shown if r.group == SPEED and r.percent is not None]
     methods = sorted({f"{r.method} ({r.blocks})" if r.blocks else r.method for r in speed})
     if methods:
@@ -121,13 +122,13 @@ def _pair(c: Comparison, side: Side, diff_only: bool) -> Table:
     return table
 
 
-def _by_reason(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
+def _by_reason(pairs: Sequence[tuple[str, str | None]], word: str = UNSURE) -> list[str]:
     """One line a reason: "E2E, TTFT: unsure (threads)"."""
     grouped: dict[str, list[str]] = {}
     for name, why in pairs:
         if why:
             grouped.setdefault(why, []).append(name)
-    return [f"{', '.join(names)}: unsure ({why})" for why, names in grouped.items()]
+    return [f"{', '.join(names)}: {word} ({why})" for why, names in grouped.items()]
 
 
 def _overview(c: Comparison, diff_only: bool) -> Table:
@@ -175,7 +176,7 @@ def _setup(c: Comparison) -> Table:
                 cells.append("–")
                 continue
             spoils = f" → {' and '.join(check.invalidates)} rows flagged" if check.invalidates else ""
-            shown = "" if check.status == "ok" else f" {check.value}"
+            shown = "" if check.status == OK else f" {check.value}"
             cells.append(f"{_MARKS[check.status]}{shown}{spoils}")
         table.rows.append([name, reference, *cells])
     return table
@@ -224,13 +225,24 @@ def _summary(value: Any) -> Summary | None:
 def _arms_table(arms: Sequence[Json], labels: Sequence[str]) -> Table:
     table = Table(title="arms", columns=["metric", "unit", *labels], rows=[], left=2)
 
+    missing: list[tuple[str, str | None]] = []
+
     def add(name: str, unit: str, cells: list[str]) -> None:
         table.rows.append([name, unit, *cells])
 
-    def summaries(metric: str, found: list[Any]) -> None:
+    def missed(name: str, tables: list[Json], key: str) -> None:
+        whys = {str(t.get(f"{key}_reason")) for t in tables if t.get(key) is None and t.get(f"{key}_reason")}
+        missing.extend((name, why) for why in sorted(whys))
+
+    def summaries(metric: str, tables: list[Json], key: str) -> None:
         entry = about(metric)
-        parsed = [_summary(v) for v in found]
+        parsed = [_summary(t.get(key)) for t in tables]
         add(entry.short, entry.shown_unit, [value_text(metric, s) if s else MISSING for s in parsed])
+        missed(entry.short, tables, key)
+
+    def counted_bytes(name: str, tables: list[Json], key: str) -> None:
+        add(name, "", [_bytes(t.get(key)) for t in tables])
+        missed(name, tables, key)
 
     add("policy", "", [str(a.get("policy") or MISSING) for a in arms])
     add("storage", "", [str(a.get("storage") or MISSING) for a in arms])
@@ -238,25 +250,27 @@ def _arms_table(arms: Sequence[Json], labels: Sequence[str]) -> Table:
         table.sections[len(table.rows)] = stage
         parts = [a.get(stage) or {} for a in arms]
         for key, metric in keys.items():
-            summaries(metric, [p.get(key) for p in parts])
+            summaries(metric, parts, key)
         if stage == "decode":
             gaps = [p.get("itl_ms") or {} for p in parts]
             for q in ("p50", "p90", "p99", "max"):
                 add(f"ITL {q}", "ms", [METRICS["itl_ms"].format(g.get(q)) for g in gaps])
-            add("B/step", "", [_bytes(p.get("bytes_per_step")) for p in parts])
-        add(f"peak {stage[0].upper()}", "", [_bytes(p.get("peak_bytes")) for p in parts])
-        add("kernels", "", [", ".join(p.get("kernels") or []) or MISSING for p in parts])
+                missed(f"ITL {q}", gaps, q)
+            counted_bytes("B/step", parts, "bytes_per_step")
+        counted_bytes(f"peak {stage[0].upper()}", parts, "peak_bytes")
+        add("kernels", "", [kernels(a, stage) or MISSING for a in arms])
     table.sections[len(table.rows)] = "request"
     for key in ("e2e_ms", "handoff_ms"):
-        summaries(key, [a.get(key) for a in arms])
+        summaries(key, list(arms), key)
     counted = [a.get("requests") or {} for a in arms]
     add("requests", "", [str(c.get("used", MISSING)) for c in counted])
     table.sections[len(table.rows)] = "memory"
     for figure in FIGURES.values():
         if figure.id != "bytes_per_step":
             add(figure.short, figure.shown_unit, [figure.format(figure.of(dict(a))) for a in arms])
-    add("steady", "", [_bytes(a.get("steady_bytes")) for a in arms])
-    add("measured", "", [str(a.get("memory_from") or MISSING) for a in arms])
+    counted_bytes("steady", list(arms), "steady_bytes")
+    add("measured", "", [_join(a.get("memory_from"), a.get("memory_method")) or MISSING for a in arms])
+    table.footer = _by_reason(list(dict.fromkeys(missing)), MISSING)
     return table
 
 
@@ -314,6 +328,8 @@ def facts(doc: Json) -> list[tuple[str, str]]:
         if device.get("read_peak_gbps"):
             peak = f"{device['read_peak_gbps']:.1f} GB/s"
             found.append(("read peak", _join(peak, device.get("read_peak_method"))))
+        peaks = device.get("compute_peak_tflops") or {}
+        found.append(("compute peaks", _join(*(f"{d} {v:.3g} TFLOP/s" for d, v in sorted(peaks.items())))))
         found += _clock_facts(device.get("clocks") or {})
     if workload:
         prompt = workload.get("prompt_tokens") or "own length"
@@ -334,6 +350,7 @@ def facts(doc: Json) -> list[tuple[str, str]]:
     versions = doc.get("libraries") or {}
     tool = (doc.get("tool") or {}).get("version")
     named = [f"{n} {versions[n]}" for n in ("torch", "transformers") if versions.get(n)]
+    named += [f"Python {doc['python']}"] if doc.get("python") else []
     found.append(("versions", _join(f"pdq-tui {tool}" if tool else "", *named)))
     if doc.get("driver"):
         found.append(("driver", str(doc["driver"])))

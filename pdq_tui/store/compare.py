@@ -25,6 +25,8 @@ from pdq_tui.store.unpaired import unpaired
 
 #: No word below this difference about memory read from outside, as the process's resident set: it scatters.
 RESIDENT_MEMORY_EFFECT: Final = 0.05
+#: Bytes that are counted and not measured: only another model or workload, or an invalid arm, spoils them.
+COUNTED: Final = "counted"
 PAIRED: Final = "paired blocks"
 _UTILIZATION: Final = ("prefill_mfu", "prefill_explained", "bandwidth_gbps", "mbu", "decode_explained")
 _SUMMARIZED: Final = (*RATIO_METRICS, *MEMORY_METRICS, *_UTILIZATION)
@@ -124,7 +126,10 @@ def compare(snapshots: Sequence[Snapshot], min_effect: float = 0.01, *, force: b
         rows += _rows(reference, candidate, mine, paired, min_effect)
         notes += _notes(reference, candidate, side, paired)
     notes += [
-        f"{s.label}: {w}" for s in snapshots for w in s.manifest.get("warnings", []) if isinstance(w, str)
+        f"{side.label}: {w.removeprefix(f'{s.label}: ')}"
+        for s, side in zip(snapshots, sides, strict=True)
+        for w in s.manifest.get("warnings", [])
+        if isinstance(w, str)
     ]
     return Comparison(
         reference=sides[0],
@@ -134,7 +139,7 @@ def compare(snapshots: Sequence[Snapshot], min_effect: float = 0.01, *, force: b
         min_effect=min_effect,
         conditions={
             key: reference.manifest.get(key)
-            for key in ("tool", "host", "device", "driver", "libraries", "model", "workload")
+            for key in ("tool", "python", "host", "device", "driver", "libraries", "model", "workload")
         },
         notes=list(dict.fromkeys(notes)),
     )
@@ -179,9 +184,11 @@ def _rows(
         group: ", ".join(c.what for c in checks if c.status == DIFFERS and group in c.invalidates)
         for group in (SPEED, MEMORY)
     }
+    spoiled[COUNTED] = ", ".join(c.what for c in checks if c.refuses)
     invalid = next((s for s in (a, b) if s.arm.get("valid") is False), None)
     if invalid is not None:
-        spoiled[SPEED] = f"{invalid.id}: {invalid.arm.get('valid_reason') or 'invalid'}"
+        why = f"{invalid.id}: {invalid.arm.get('valid_reason') or 'invalid'}"
+        spoiled = dict.fromkeys(spoiled, why)
     elif any(s.part("conditions").get("eager_launch_bound") for s in (a, b)):
         spoiled[SPEED] = spoiled[SPEED] or "eager: launch-bound"
     stats = [arm_stats(s.requests, s.device, s.model, _SUMMARIZED) for s in (a, b)]
@@ -203,7 +210,7 @@ def _rows(
     rows = [_speed_row(b, m, stats, by_metric[m], method, spoiled[SPEED]) for m in RATIO_METRICS]
     for m in MEMORY_METRICS:
         rows.append(_memory_row(a, b, m, stats, min_effect, spoiled[MEMORY]))
-    rows += [_figure_row(a, b, f, min_effect) for f in FIGURES.values()]
+    rows += [_figure_row(a, b, f, min_effect, spoiled[COUNTED]) for f in FIGURES.values()]
     for m in _UTILIZATION:
         rows.append(_plain_row(b, m, stats))
     return rows
@@ -308,7 +315,7 @@ def _memory_row(
     )
 
 
-def _figure_row(a: Snapshot, b: Snapshot, figure: Figure, min_effect: float) -> Row:
+def _figure_row(a: Snapshot, b: Snapshot, figure: Figure, min_effect: float, spoiled: str) -> Row:
     values = [figure.of(s.arm) for s in (a, b)]
     one, two = (
         Summary(
@@ -328,9 +335,10 @@ def _figure_row(a: Snapshot, b: Snapshot, figure: Figure, min_effect: float) -> 
         group=MEMORY,
         **_apart(values[0], values[1]),
         ci95=None,
-        judgement=_word(values[0], values[1], min_effect, figure.better),
+        judgement=UNSURE if spoiled else _word(values[0], values[1], min_effect, figure.better),
         method="exact",
-        reason=_why(one, two),
+        flagged=bool(spoiled),
+        reason=spoiled or _why(one, two),
     )
 
 

@@ -12,6 +12,8 @@ from pdq_tui.store.snapshot import Snapshot
 OK: Final = "ok"
 DIFFERS: Final = "differs"
 UNKNOWN: Final = "unknown"
+#: Differs because the policies do: what is compared, not what spoils the comparison.
+BY_POLICY: Final = "by policy"
 
 SPEED: Final = "speed"
 MEMORY: Final = "memory"
@@ -23,8 +25,8 @@ CPU_CLOCK_TOLERANCE: Final = 0.05
 class SetupCheck(msgspec.Struct, frozen=True, kw_only=True):
     """One condition of ``candidate`` (a snapshot id) against the reference.
 
-    ``status``: ok, differs, unknown. ``invalidates``: the groups of rows ("speed", "memory") about which nothing may
-    then be said. ``refuses``: the comparison makes no sense and is made only when forced.
+    ``status``: ok, differs, unknown, by policy. ``invalidates``: the groups of rows ("speed", "memory") about which
+    nothing may then be said. ``refuses``: the comparison makes no sense and is made only when forced.
     """
 
     candidate: str
@@ -83,6 +85,13 @@ class _Checks:
             )
         )
 
+    def show(self, what: str, a: Any, b: Any) -> None:
+        """A condition that is the policies' own doing: equal or not, it spoils nothing, and both are named."""
+        self.add(what, a, b, ())
+        last = self.found[-1]
+        if last.status == DIFFERS:
+            self.found[-1] = msgspec.structs.replace(last, status=BY_POLICY)
+
     def both(self, get: Callable[[Snapshot], Any]) -> tuple[Any, Any]:
         return get(self.a), get(self.b)
 
@@ -119,6 +128,9 @@ def setup_checks(reference: Snapshot, candidate: Snapshot, *, paired: bool) -> l
     c.add(
         "attention", *both(lambda s: s.part("workload").get("attention")), (SPEED,), text="another attention"
     )
+    if reference.part("device").get("kind") != "cpu":  # on a CPU it is the device
+        c.add("host CPU", *both(lambda s: s.part("host").get("cpu")), (SPEED,), text="another host")
+    _kernels(c)
     c.add("driver", *_driver(reference, candidate), every, text="another driver")
     c.add("libraries", *_libraries(reference, candidate), every, text="other versions")
     _clocks(c, paired)
@@ -182,8 +194,7 @@ def _driver(a: Snapshot, b: Snapshot) -> tuple[Any, Any]:
 def _libraries(a: Snapshot, b: Snapshot) -> tuple[str | None, str | None]:
     """Only what differs; what draws the screen and stores the files does not run the model."""
     bystanders = ("textual", "polars", "msgspec", "nvidia-ml-py")
-    one = _versions(a.part("libraries"), a.part("tool"))
-    two = _versions(b.part("libraries"), b.part("tool"))
+    one, two = _versions(a), _versions(b)
     if not one or not two:
         return None, None
     names = sorted(k for k in one.keys() | two.keys() if k not in bystanders and one.get(k) != two.get(k))
@@ -192,8 +203,41 @@ def _libraries(a: Snapshot, b: Snapshot) -> tuple[str | None, str | None]:
     return tuple(", ".join(f"{n} {v.get(n) or 'none'}" for n in names) for v in (one, two))  # type: ignore[return-value]
 
 
-def _versions(libraries: Mapping[str, Any], tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {**libraries, "pdq-tui": tool.get("version")} if libraries else {}
+def _versions(s: Snapshot) -> dict[str, Any]:
+    libraries = s.part("libraries")
+    if not libraries:
+        return {}
+    return {**libraries, "pdq-tui": s.part("tool").get("version"), "python": s.manifest.get("python")}
+
+
+def _kernels(c: _Checks) -> None:
+    """By stage. Policies that ask for the same in a stage must have run it by the same kernels and the same runner,
+    or it was not the precision that was compared; where they ask for different things, so are the kernels, and what
+    both ran is only shown."""
+    for stage in ("prefill", "decode"):
+        asked = c.both(lambda s, stage=stage: _asked(s, stage))  # type: ignore[misc]
+        ran = c.both(lambda s, stage=stage: kernels(s.arm, stage))  # type: ignore[misc]
+        if None not in asked and asked[0] == asked[1]:
+            c.add(f"{stage} kernels", *ran, (SPEED,), text="other kernels ran the same formats")
+        else:
+            c.show(f"{stage} kernels", *ran)
+
+
+def _asked(s: Snapshot, stage: str) -> Any:
+    """What the policy wants of a stage; None where the snapshot does not tell."""
+    policy = s.arm.get("policy_text")
+    return [policy.get(k) for k in (stage, "keep", "on_misfit", "kv")] if isinstance(policy, dict) else None
+
+
+def kernels(arm: Mapping[str, Any], stage: str) -> str | None:
+    """ "linear ×210, eager": how many modules each kernel ran in ``stage`` of one ``arms[]`` of the contract, and what
+    ran the layers."""
+    coverage = arm.get("coverage")
+    covered = coverage.get(stage) if isinstance(coverage, dict) else None
+    if not isinstance(covered, dict) or not isinstance(covered.get("kernels"), dict):
+        return None
+    counted = [f"{name} ×{n}" for name, n in sorted(covered["kernels"].items())]
+    return _joined(*counted, covered.get("runner"))
 
 
 def _clocks(c: _Checks, paired: bool) -> None:

@@ -19,14 +19,8 @@ from typing import Any, Final
 import msgspec
 import polars as pl
 
-from pdq_tui.core.document import (
-    arm_document,
-    conditions,
-    put,
-    ratio_json,
-    setup_document,
-    warnings,
-)
+from pdq_tui.core.caveats import warnings
+from pdq_tui.core.document import arm_document, conditions, put, ratio_json, setup_document
 from pdq_tui.core.facts import Facts, clocks, collect, samples_during, slowed
 from pdq_tui.core.metrics import RATIO_METRICS
 from pdq_tui.core.pairs import noise_floor, ratios

@@ -55,9 +55,12 @@ def setup_text(checks: Sequence[SetupCheck]) -> str:
         flags = f" → {' and '.join(c.invalidates)} flagged ⚑" if c.invalidates else ""
         parts.append(f"✗ {c.what} ({literal(c.reference)} against {literal(c.value)}){flags}")
     unknown = [c.what for c in checks if c.status == "unknown"]
+    meant = [c.what for c in checks if c.status == "by policy"]
     same = [c.what for c in checks if c.status == "ok"]
     if unknown:
         parts.append(f"? not known: {', '.join(unknown)}")
+    if meant:
+        parts.append(f"differ by policy: {', '.join(meant)}")
     if same:
         parts.append(f"✓ {', '.join(same)}")
     return "same setup?  " + "   ".join(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdq_tui.core import protocol as p
+from pdq_tui.core.arms import timed
+from pdq_tui.core.pairs import ratios
+from pdq_tui.core.stats import quantile
 from pdq_tui.core.workload import Workload
 from pdq_tui.errors import PdqError
 from pdq_tui.store import snapshot
 from pdq_tui.store.compare import Comparison, Row, compare
 from pdq_tui.store.snapshot import Snapshot
+from pdq_tui.store.unpaired import block_values, bootstrap, median_of_resample
 
 
 @pytest.fixture
@@ -254,6 +259,133 @@ def test_an_invalid_arm_is_never_ranked(snap: Any) -> None:
     c = compare(snap(SPEED, change=spoil))
     assert {r.judgement for r in c.rows if r.group == "speed"} == {"unsure"}
     assert str(rows(c)["e2e_ms"].reason).endswith(": NaN") and not c.candidates[0].valid
+
+
+def test_an_invalid_arm_is_better_in_nothing_not_even_in_bytes(snap: Any) -> None:
+    def spoil(e: Any) -> None:
+        if isinstance(e, p.Request) and e.arm == "int4" and e.block == 3:
+            e.valid, e.invalid_reason = False, "NaN"
+        if isinstance(e, p.ArmReady) and e.arm == "int4":
+            e.weights.stored_bytes //= 2
+
+    assert {r.judgement for r in compare(snap(SPEED, change=spoil)).rows if r.group != "utilization"} == {
+        "unsure"
+    }
+
+
+def test_counted_bytes_of_another_model_get_no_judgement_when_forced(snap: Any) -> None:
+    def smaller(m: dict[str, Any]) -> None:
+        m["model"].update(sha256="ee" * 32)
+        m["arm"]["weights"].update(stored_bytes=1000)
+
+    one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa")[0]
+    two = snap({"bf16": (100, 50)}, run="20260102T000000Z-bbbb", edit=smaller)[0]
+    r = rows(compare([one, two], force=True))["stored_bytes"]
+    assert (r.judgement, r.flagged, r.reason) == ("unsure", True, "model") and r.percent < -99
+
+
+def test_other_kernels_for_the_same_format_are_not_a_comparison_of_precisions(snap: Any) -> None:
+    def other(m: dict[str, Any]) -> None:
+        m["arm"]["coverage"]["decode"].update(kernels={"slow": 210})
+
+    one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa")[0]
+    two = snap({"bf16": (100, 70)}, run="20260102T000000Z-bbbb", edit=other)[0]
+    c = compare([one, two])
+    assert differing(c) == {"decode kernels": ("speed",)}
+    assert (rows(c)["tpot_ms"].judgement, rows(c)["tpot_ms"].reason) == ("unsure", "decode kernels")
+
+    compiled = snap(
+        {"bf16": (100, 70)},
+        run="20260103T000000Z-cccc",
+        edit=lambda m: m["arm"]["coverage"]["prefill"].update(runner="inductor"),
+    )[0]
+    assert differing(compare([one, compiled])) == {"prefill kernels": ("speed",)}
+
+
+def test_kernels_that_differ_because_the_policies_do_are_named_and_spoil_nothing(
+    snap: Any, make_policy: Any
+) -> None:
+    def other(m: dict[str, Any]) -> None:
+        m["arm"]["coverage"]["decode"].update(kernels={"packed4": 210})
+
+    policies = {"int4": make_policy("int4", "bf16", "int4")}
+    one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa")[0]
+    two = snap({"int4": (100, 26)}, run="20260102T000000Z-bbbb", edit=other, policies=policies)[0]
+    c = compare([one, two])
+    check = next(k for k in c.setup if k.what == "decode kernels")
+    assert (check.status, check.reference, check.value) == (
+        "by policy",
+        "linear ×210, eager",
+        "packed4 ×210, eager",
+    )
+    assert check.invalidates == () and rows(c)["tpot_ms"].judgement == "better"
+    assert next(k for k in c.setup if k.what == "prefill kernels").status == "ok"
+
+
+def test_two_arms_that_are_not_the_reference_have_its_noise_floor(snap: Any) -> None:
+    """int8 against int4: the control of the same run was the reference's, and it is as noisy for them."""
+    _, int8, int4 = snap({"bf16": (100, 50), "int8": (100, 50), "int4": (110, 55)}, noise=0.003)
+    c = compare([int8, int4])
+    assert (rows(c)["ttft_ms"].method, rows(c)["ttft_ms"].judgement) == ("paired blocks", "worse")
+    int8.manifest["noise_floor"]["ttft_ms"] = 0.5
+    row = rows(compare([int8, int4]))["ttft_ms"]
+    assert (row.judgement, row.reason) == ("unsure", "noise here hides differences up to 50%")
+    both = sorted([*int8.requests, *int4.requests], key=lambda r: r.t_ns)
+    found = ratios(both, "int8", ["int8", "int4"], floors={"ttft_ms": 0.5}, metrics=("ttft_ms",))
+    assert found[0].threshold == pytest.approx(math.log(1.5)) and found[0].noise_floor == pytest.approx(0.5)
+
+
+def test_answers_of_other_lengths_are_no_end_to_end_comparison_between_runs_either(snap: Any) -> None:
+    def longer(e: Any) -> None:
+        if isinstance(e, p.Request):
+            e.output_tokens = [12]
+
+    one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa")[0]
+    two = snap({"bf16": (100, 60)}, run="20260102T000000Z-bbbb", change=longer)[0]
+    r = rows(compare([one, two]))
+    assert (r["e2e_ms"].judgement, r["e2e_ms"].reason) == ("unsure", "output counts differ")
+    assert r["tpot_ms"].judgement == "worse"
+
+
+def test_a_resample_of_a_median_is_drawn_without_its_values() -> None:
+    """The same distribution as by brute force, for an odd and an even number of values."""
+    for n in (7, 8):
+        rng = random.Random(n)
+        values = sorted(rng.lognormvariate(0, 1) for _ in range(n))
+        short = sorted(median_of_resample(values, rng) for _ in range(20_000))
+        long = sorted(statistics.median(rng.choices(values, k=n)) for _ in range(20_000))
+        for q in (0.025, 0.25, 0.5, 0.75, 0.975):
+            assert quantile(short, q) == pytest.approx(quantile(long, q), abs=0.02 * values[-1])
+        assert statistics.fmean(short) == pytest.approx(statistics.fmean(long), rel=0.02)
+
+
+def test_requests_of_one_block_are_one_unit_between_runs(snap: Any) -> None:
+    one = snap({"bf16": (100, 50)}, blocks=5)[0]
+    assert len(timed(one.requests)) == 10
+    values = block_values(one, "tpot_ms")
+    first = [r.tpot_ms for r in timed(one.requests) if r.block == 0]
+    assert len(values) == 5 and math.sqrt(first[0] * first[1]) == pytest.approx(
+        min(values, key=lambda v: abs(v - math.sqrt(first[0] * first[1])))
+    )
+    assert bootstrap(values, values) is None
+    assert bootstrap([*values, 60.0], [*values, 60.0]) is not None
+
+
+def test_the_most_of_several_passes_is_the_peak(snap: Any) -> None:
+    """In the manifest and in the comparison: one number for one name."""
+
+    def grow(e: Any) -> None:
+        if isinstance(e, p.Request) and e.kind == "blocks":
+            e.decode_peak_bytes = 400_000_000 + e.request
+
+    one, two = snap(SPEED, change=grow, solo=False)
+    r = rows(compare([one, two]))["decode_peak_bytes"]
+    assert (
+        r.reference.median
+        == one.arm["decode"]["peak_bytes"]
+        == max(q.decode_peak_bytes for q in timed(one.requests))
+    )
+    assert r.reference.note == "the largest of 24 passes" and r.reference.ci95 is None
 
 
 def test_clocks_of_one_interleaved_run_belong_to_the_policy(snap: Any) -> None:

@@ -1,0 +1,133 @@
+"""What a reader of the figures must know beside them: what was left out, what spoils them, what limits them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from pdq_tui.core.arms import arm_stats, counts, drift, timed
+from pdq_tui.core.facts import Facts, slowed
+from pdq_tui.core.metrics import METRICS
+from pdq_tui.core.pairs import blocks_of
+from pdq_tui.core.protocol import Request
+from pdq_tui.core.stats import LOOKS
+
+#: A change between the first and the last third of a run from here on is a warning.
+DRIFT_WARNING: Final = 0.05
+#: Below this share of the time explained by the hardware's limits the engine is measured, not the precision.
+EXPLAINED_MIN: Final = 0.5
+#: A judgement is planned on so much: fewer blocks or seconds give wide intervals, and autocorrelation is not seen.
+BLOCKS_MIN: Final = LOOKS[0]
+SECONDS_MIN: Final = 10.0
+
+
+def invalid_reason(requests: Sequence[Request]) -> str | None:
+    """Why an arm's figures may be shown but never ranked; None if every request of it is valid."""
+    for r in requests:
+        if not r.valid:
+            where = f" (first in {r.nonfinite.stage}, step {r.nonfinite.step})" if r.nonfinite else ""
+            return f"{r.invalid_reason or 'invalid'}{where}"
+    return None
+
+
+def warnings(facts: Facts, labels: Sequence[str]) -> list[str]:
+    """Sentences about everything that a reader of the figures must know."""
+    out: list[str] = []
+    for label in labels:
+        out += _arm_warnings(facts, label)
+    out += _too_short(facts)
+    if facts.superseded:
+        out.append(f"{facts.superseded} requests of an earlier workload or model are left out")
+    out += [f"{a}: policy {r.policy} was refused: {r.reason}" for a, r in facts.refused.items()]
+    for end in facts.ended[-1:]:
+        if end.reason != "done" and end.reason != "stopped":
+            out.append(f"the run ended early ({end.reason}) after {end.blocks} blocks")
+    out += [f"{e.role} worker: {e.text}" for e in facts.exits if not e.expected]
+    out += [f"{f.kind}: {f.message}" for f in facts.failures]
+    out += [n.text for n in facts.notes if n.level in ("warn", "error")]
+    return list(dict.fromkeys(out))
+
+
+def _arm_warnings(facts: Facts, label: str) -> list[str]:
+    requests = facts.of(label)
+    ready = facts.arms.get(label)
+    used = timed(requests)
+    out = [f"{label}: {w}" for w in ready.warnings] if ready else []
+    for f in ready.fallbacks if ready else ():
+        times = f" in {f.modules} modules" if f.modules != 1 else ""
+        out.append(f"{label}: {f.stage} of {f.module} runs {f.used} instead of {f.wanted}{times}: {f.reason}")
+    c = counts(requests)
+    left = [
+        (c.first_use, "first-use"),
+        (c.invalid, "invalid"),
+        (c.cancelled, "cancelled"),
+    ]
+    told = ", ".join(f"{n} {name}" for n, name in left if n)
+    if told:
+        out.append(f"{label}: not in the figures: {told} requests")
+    bad = invalid_reason(requests)
+    if bad is not None:
+        out.append(f"{label}: invalid, may not be ranked: {bad}")
+    made = sorted({n for r in used for n in r.output_tokens})
+    if len(made) > 1:
+        out.append(f"{label}: requests made {made[0]} to {made[-1]} tokens; E2E is over unequal work")
+    if any(r.eager_launch_bound for r in used):
+        out.append(f"{label}: eager: launch-bound, no verdict")
+    out += [f"{label}: {text}" for text in _limits(facts, used)]
+    for metric, value in drift(requests, facts.device, facts.model).items():
+        if value is not None and abs(value) > DRIFT_WARNING:
+            out.append(
+                f"{label}: {metric} drifted by {value:+.1%} from the first to the last third of the run"
+            )
+    limits = slowed(facts, requests)
+    if limits:
+        out.append(f"{label}: the GPU was slowed down while it was measured: {', '.join(limits)}")
+    answers: dict[int, set[str]] = {}
+    for r in used:
+        if r.tokens_sha256:
+            answers.setdefault(r.prompt, set()).add(r.tokens_sha256)
+    unsteady = sum(len(s) > 1 for s in answers.values())
+    if unsteady:
+        out.append(f"{label}: {unsteady} of {len(answers)} prompts got different answers on repetition")
+    return out
+
+
+def _too_short(facts: Facts) -> list[str]:
+    """For runs in blocks: fewer than a judgement is planned on."""
+    used = [r for r in facts.requests if r.kind == "blocks" and r.block is not None and not r.warmup]
+    if not used:
+        return []
+    blocks = len(blocks_of(used))
+    seconds = (max(r.host_end_ns for r in used) - min(r.host_start_ns for r in used)) / 1e9
+    found = []
+    if blocks < BLOCKS_MIN:
+        found.append(f"{blocks} block{'' if blocks == 1 else 's'}: judgements are planned on {BLOCKS_MIN}")
+    if 0 < seconds < SECONDS_MIN:
+        found.append(f"{seconds:.1f} s were measured: judgements are planned on {SECONDS_MIN:g} s")
+    return found
+
+
+def _limits(facts: Facts, used: Sequence[Request]) -> list[str]:
+    """Where the engine, the cache or the census speaks and not the memory or the arithmetic of the device."""
+    stats = arm_stats(used, facts.device, facts.model, ("prefill_explained", "decode_explained", "mbu"))
+    shares = {stage: stats[f"{stage}_explained"].median for stage in ("prefill", "decode")}
+    low = [
+        f"{v * 100:.0f} % of {stage}" for stage, v in shares.items() if v is not None and v < EXPLAINED_MIN
+    ]
+    found = []
+    if low:
+        found.append(
+            f"engine-limited: the hardware's limit explains {', '.join(low)}; two precisions compared here are two "
+            "kernels compared"
+        )
+    mbu, step = stats["mbu"].median, max((r.bytes_per_step or 0 for r in used), default=0)
+    if mbu is not None and mbu > 1:
+        cache = facts.device.last_level_cache_bytes if facts.device else None
+        fits = cache is not None and step <= cache
+        why = (
+            "what a step reads fits in the last-level cache"
+            if fits
+            else "the census or the read peak is wrong"
+        )
+        found.append(f"{METRICS['mbu'].short} is {mbu * 100:.0f} %: {why}")
+    return found

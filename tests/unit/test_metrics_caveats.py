@@ -1,0 +1,94 @@
+"""What stands beside the figures: too little measured, the engine's limits, shares above 1, KV that no longer fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdq_tui.core import protocol as p
+from pdq_tui.core.analysis import run_document
+from pdq_tui.core.arms import gaps, units
+from pdq_tui.core.stats import STRICTER, TOO_WIDE, Interval, unsure_reason
+
+
+def document(make_run: Any, meta: dict[str, Any], change: Any = None, **more: Any) -> dict[str, Any]:
+    events = make_run({"bf16": (100, 50), "int4": (180, 26)}, **more).events()
+    for e in events:
+        if change:
+            change(e)
+    return run_document(meta, events)
+
+
+def test_fewer_blocks_or_seconds_than_planned_are_said(make_run: Any, meta: dict[str, Any]) -> None:
+    assert "3 blocks: judgements are planned on 10" in document(make_run, meta, blocks=3)["warnings"]
+    whole = " ".join(document(make_run, meta)["warnings"])
+    assert "judgements are planned" not in whole
+
+    def faster(e: Any) -> None:
+        if isinstance(e, p.Request):
+            e.host_start_ns, e.host_end_ns = e.host_start_ns // 10, e.host_end_ns // 10
+
+    assert any(
+        "s were measured: judgements are planned on 10 s" in w
+        for w in document(make_run, meta, faster)["warnings"]
+    )
+
+
+def test_an_engine_far_from_the_hardware_is_named(make_run: Any, meta: dict[str, Any]) -> None:
+    """The virtual engine: decode_bound_ms 4 of 50 ms and of 26 ms."""
+    found = document(make_run, meta)["warnings"]
+    assert any(w.startswith("int4: engine-limited") and "15 % of decode" in w for w in found)
+
+    def near(e: Any) -> None:
+        if isinstance(e, p.Request):
+            e.prefill_bound_ms, e.decode_bound_ms = 0.9 * e.prefill_ms, 0.9 * e.itl_ms[0]
+
+    assert not any("engine-limited" in w for w in document(make_run, meta, near)["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("cache", "why"), [(64, "fits in the last-level cache"), (32, "census or the read peak")]
+)
+def test_a_utilization_above_one_is_explained_and_not_clamped(
+    make_run: Any, meta: dict[str, Any], cache: int, why: str
+) -> None:
+    def small(e: Any) -> None:
+        if isinstance(e, p.ModelReady):
+            e.device.read_peak_gbps, e.device.last_level_cache_bytes = 0.5, cache << 20
+        if isinstance(e, p.Request):
+            e.bytes_per_step = 50 << 20
+
+    doc = document(make_run, meta, small)
+    assert doc["arms"][0]["decode"]["mbu"]["median"] > 1
+    assert any("MBU is 210 %" in w and why in w for w in doc["warnings"])
+
+
+def test_kv_that_the_second_copy_displaces_and_requests_that_fit(make_run: Any, meta: dict[str, Any]) -> None:
+    def dual(e: Any) -> None:
+        if isinstance(e, p.ArmReady):
+            e.weights.extra_bytes = 54_000_000
+
+    kv = document(make_run, meta, dual)["arms"][1]["kv"]
+    assert kv["displaced_tokens"] == 54_000_000 // 23_040
+    assert kv["capacity_requests"] == 500_000 // (512 + 9)
+
+
+def test_gaps_of_one_block_are_one_independent_unit(make_run: Any, meta: dict[str, Any]) -> None:
+    itl = document(make_run, meta)["arms"][0]["decode"]["itl_ms"]
+    assert (itl["n"], itl["units"]) == (12 * 2 * 8, 12)
+
+
+def test_units_are_blocks_and_requests_outside_blocks(make_request: Any) -> None:
+    at = [(None, None), (None, None), (0, 0), (0, 3), (1, 1), (1, 2), (1, 0)]
+    made = [make_request(block=block, slot=slot) for block, slot in at]
+    assert [len(unit) for unit in units(made)] == [1, 1, 2, 2, 1], "a step back in the slot is another loop"
+    assert sum(len(g) for g in gaps(made)) == sum(len(r.itl_ms) for r in made)
+
+
+def test_a_word_that_only_the_stricter_level_withholds_says_so() -> None:
+    clear = Interval(0.05, 0.02, 0.08, 12)
+    assert unsure_reason(clear, 0.01, 0.01) == STRICTER
+    assert unsure_reason(Interval(0.05, -0.01, 0.11, 12), 0.01, 0.01) == TOO_WIDE
+    assert unsure_reason(Interval(0.0, -0.001, 0.001, 12), 0.01, 0.01) == STRICTER
+    assert "noise here hides" in unsure_reason(Interval(0.0, -0.01, 0.01, 12), 0.2, 0.01)
