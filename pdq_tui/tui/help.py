@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -31,12 +32,17 @@ MARKS = (
 )
 
 
+#: Cells of the box, and what border, padding and scroll bar take of them.
+_WIDTH, _FRAME = 80, 5
+
+
 class HelpScreen(ModalScreen[None]):
     """Opened over another screen. ``metric``: id of the focused panel's metric; ``subject``: the screen explained,
     by default the one below."""
 
     DEFAULT_CSS = (
-        "HelpScreen {"
+        # Opaque: tinting what lies below is most of the work of opening a dialog.
+        "HelpScreen { background: $background; &:ansi { background: ansi_default; }"
         + BOX
         + """
         & > #box { width: 80; height: 90%; min-height: 3; }
@@ -47,12 +53,12 @@ class HelpScreen(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,question_mark,f1,q", "dismiss(None)", "Close", id="help.close", tooltip="close help"),
     ]
-    HORIZONTAL_BREAKPOINTS = [(0, "-thin"), (76, "-wide")]  # noqa: RUF012 - the base declares it so
 
     def __init__(self, metric: str | None = None, subject: Screen[Any] | None = None) -> None:
         super().__init__()
         self.metric = METRICS.get(metric) if metric else None
         self.subject = subject
+        self._filled = 0
 
     def compose(self) -> ComposeResult:
         with Vertical(id="box") as box:
@@ -68,13 +74,18 @@ class HelpScreen(ModalScreen[None]):
         if self.metric is None:  # a screen may say which metric its focused row is about
             self.metric = METRICS.get(getattr(self.subject, "help_metric", None) or "")
         self.query_one(LineList).focus()
+        self._fill()
 
     def on_resize(self) -> None:
-        self.call_after_refresh(self._fill)
+        self._fill()
 
     def _fill(self) -> None:
+        """Lines for the window's width; known before anything is laid out, so that help is drawn once."""
         box = self.query_one(LineList)
-        width = max(20, box.size.width - 1)
+        width = max(20, min(_WIDTH, self.app.size.width) - _FRAME)
+        if width == self._filled:
+            return
+        self._filled = width
         lines: list[Line] = []
         if self.metric is not None:
             lines += metric_lines(self.metric, width)
@@ -126,9 +137,8 @@ def key_lines(screen: Screen[Any], width: int) -> list[Line]:
 
 
 def _row(label: str, text: str, width: int, column: int) -> Iterable[Line]:
-    room = max(10, width - column - 3)
-    rows = wrapped(text, room)
-    head = f" {fit(label, column)}" if len(label) <= column else f" {label} "
-    yield Line(((head, "mark"), (rows[0], "")))
-    for row in rows[1:]:
-        yield Line.of(" " * (column + 1) + row)
+    """``label`` in a column of its own beside ``text``; both go over several lines where they have to."""
+    labels = wrapped(label, column - 1)
+    texts = wrapped(text, max(10, width - column - 3))
+    for left, right in itertools.zip_longest(labels, texts, fillvalue=""):
+        yield Line(((f" {fit(left, column)}", "mark"), (right, "")))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from textual.app import ComposeResult
 from textual.binding import BindingType
@@ -177,7 +177,7 @@ class LiveScreen(Screen[None]):
 
     def redraw(self, *, charts: bool = True) -> None:
         """Take a picture of the session and draw what changed of it."""
-        if self not in self.app.screen_stack:
+        if self not in self.app.screen_stack or (self.app.screen is not self and opaque(self.app.screen)):
             return  # another screen is in front
         view = self._with_fetch(self.pdq.session.view(self.window_s))
         self._mark(view)
@@ -427,6 +427,11 @@ class LiveScreen(Screen[None]):
         if isinstance(focused, (Chart, Rows)):
             return focused.metric
         return None
+
+
+def opaque(screen: Screen[Any]) -> bool:
+    """Whether nothing of what lies below ``screen`` is seen."""
+    return screen.styles.background.a == 1
 
 
 def _panel(widget: Widget) -> Widget:

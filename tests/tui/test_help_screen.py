@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from small_app import SmallApp, settle, text_of
+from textual._compositor import Compositor
 from textual.binding import Binding
+from textual.renderables.background_screen import BackgroundScreen
 
 from pdq_tui.core.metrics import METRICS
+from pdq_tui.tui.app import PdqApp
 from pdq_tui.tui.compare import CompareScreen
 from pdq_tui.tui.help import HelpScreen, key_lines, metric_lines
-from pdq_tui.tui.lines import LineList
+from pdq_tui.tui.lines import LineList, cells
+from pdq_tui.tui.live import LiveScreen
 from pdq_tui.tui.log import LogScreen
 from pdq_tui.tui.policies import PoliciesScreen
 
@@ -91,3 +96,53 @@ async def test_help_in_ascii(tmp_path: Path) -> None:
         app.push_screen(HelpScreen("prefill_mfu"))
         await settle(pilot)
         assert {c for c in text_of(app) if not c.isascii()} == set()
+
+
+@pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 36)])
+async def test_two_keys_of_one_binding_stay_in_their_column(
+    size: tuple[int, int], make_app: Callable[..., PdqApp]
+) -> None:
+    app = make_app(keys={"live.snapshot": "ctrl+underscore,f5,shift+f6"})
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        await pilot.press("question_mark")
+        await settle(pilot)
+        box = app.screen.query_one(LineList)
+        assert [line.text for line in box.lines if cells(line.text) > box.size.width] == []
+        shown = "\n".join(line.text for line in box.lines)
+        for word in ("right", "down", "f1", "ctrl+p", "f5", "shift+f6"):
+            assert word in shown
+        # The text beside them begins in one column.
+        rows = [line for line in key_lines(app.screen_stack[-2], size[0] - 5) if len(line.parts) == 2]
+        assert {cells(line.parts[0][0]) for line in rows} == {13}
+
+
+async def test_help_is_drawn_once_and_nothing_below_it(
+    make_app: Callable[..., PdqApp], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settle(pilot)
+        live = app.screen
+        drawn: list[str] = []
+        below: list[str] = []
+        partly, beneath = Compositor.render_partial_update, LiveScreen.query_one
+
+        def part(self: Compositor) -> object:
+            update = partly(self)
+            if update is not None:
+                drawn.append("part")
+            return update
+
+        monkeypatch.setattr(Compositor, "render_partial_update", part)
+        monkeypatch.setattr(BackgroundScreen, "__init__", lambda *a: below.append("tinted"))
+        await pilot.press("question_mark")
+        await settle(pilot)
+        assert isinstance(app.screen, HelpScreen)
+        assert below == []
+        assert len(drawn) <= 1  # the focused list's frame
+        monkeypatch.setattr(LiveScreen, "query_one", lambda *a: below.append("drawn"))
+        assert isinstance(live, LiveScreen)
+        live.redraw()
+        monkeypatch.setattr(LiveScreen, "query_one", beneath)
+        assert below == []
