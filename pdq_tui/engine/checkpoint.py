@@ -204,6 +204,8 @@ class MappedMasters:
                 self._open[file] = safe_open(str(file), framework="pt", device="cpu")
             except OSError as error:
                 raise PdqError(f"{file} cannot be read: {error}") from error
+            except MemoryError as error:  # the library does not say how much it asked for
+                raise MemoryError(f"unable to mmap {file.stat().st_size} bytes from {file}") from error
         tensor: torch.Tensor = self._open[file].get_tensor(stored)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 

@@ -11,9 +11,11 @@ from pdq_tui.core.protocol import Failure
 from pdq_tui.engine.device import Device
 
 _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-_WANTED = re.compile(r"tried to allocate ([\d.]+)\s*(bytes|[KMGT]iB)", re.IGNORECASE)
+_WANTED = re.compile(r"(?:tried to allocate|unable to mmap) ([\d.]+)\s*(bytes|[KMGT]iB)", re.IGNORECASE)
 #: How a failed allocation reads where it is a plain RuntimeError.
 _OOM = ("not enough memory", "can't allocate memory", "out of memory", "cannot allocate memory")
+#: A thread needs a stack: this is a limit on memory as well, or one on their number.
+_NO_THREAD = "can't start new thread"
 _DEVICE = ("device-side assert", "cuda error", "cublas", "cudnn error", "illegal memory access")
 
 
@@ -26,7 +28,9 @@ def wanted_bytes(text: str) -> int | None:
 def kind_of(error: BaseException) -> str:
     """oom, device or internal."""
     text = str(error).lower()
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in text for word in _OOM):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        word in text for word in (*_OOM, _NO_THREAD)
+    ):
         return "oom"
     if isinstance(error, torch.AcceleratorError) or (
         isinstance(error, RuntimeError) and any(word in text for word in _DEVICE)
@@ -42,10 +46,12 @@ def failure(error: BaseException, stage: str | None, device: Device | None) -> F
     first = (str(error) or type(error).__name__).splitlines()[0]
     detail = "".join(traceback.format_exception(error))[-8000:]
     if kind == "oom":
+        threads = _NO_THREAD in str(error)
+        what = "no memory for another thread, or no leave," if threads else "out of memory"
         return Failure(
             kind=kind,
-            message=f"out of memory in {stage or 'the engine'}",
-            hint="take fewer or shorter prompts, a smaller policy, or one arm at a time",
+            message=f"{what} in {stage or 'the engine'}",
+            hint=_hint(stage, threads),
             stage=stage,
             wanted_bytes=wanted_bytes(str(error)),
             free_bytes=device.free_bytes() if device is not None else None,
@@ -67,3 +73,11 @@ def failure(error: BaseException, stage: str | None, device: Device | None) -> F
         fatal=True,
         detail=detail,
     )
+
+
+def _hint(stage: str | None, threads: bool) -> str:
+    if threads:
+        return "look at the limits of this shell or container: ulimit -v, ulimit -u, pids.max, memory.max"
+    if stage == "load":
+        return "end what else takes memory here, raise the limit, or take a smaller model"
+    return "take fewer or shorter prompts, a smaller policy, or one arm at a time"

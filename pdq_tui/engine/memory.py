@@ -7,6 +7,7 @@ thread, which misses short peaks, and the method says so.
 
 from __future__ import annotations
 
+import resource
 import threading
 from pathlib import Path
 from typing import Protocol
@@ -118,11 +119,16 @@ def host_total_bytes() -> int:
 
 
 def host_free_bytes() -> int:
-    """What can still be taken without swapping: available memory, or the cgroup's rest where that is smaller."""
+    """What can still be taken without swapping: available memory, or the rest of the cgroup's or this process's own
+    limit (ulimit -v, -d) where that is smaller."""
     free = int(psutil.virtual_memory().available)
     limit = _cgroup_number("memory.max", "memory/memory.limit_in_bytes")
     used = _cgroup_number("memory.current", "memory/memory.usage_in_bytes")
     # A v1 root cgroup reports a limit near 2^63, larger than the machine: no limit.
     if limit and used is not None and limit < int(psutil.virtual_memory().total):
         free = min(free, max(0, limit - used))
+    for number, key in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        limit, used = resource.getrlimit(number)[0], status_bytes(key)
+        if limit != resource.RLIM_INFINITY and used is not None:
+            free = min(free, max(0, limit - used))
     return free

@@ -18,6 +18,7 @@ import torch
 
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.protocol import NonFinite, Request
+from pdq_tui.engine import faults
 from pdq_tui.engine.device import Device, Mark
 from pdq_tui.engine.prompts import Batch
 
@@ -127,7 +128,8 @@ def run_request(
         run.go(capacity)
     except (RuntimeError, MemoryError) as error:
         record.valid = False
-        record.invalid_reason = f"failed in {run.stage}, step {run.step}: {_first_line(error)}"
+        why = "out of memory" if faults.kind_of(error) == "oom" else _first_line(error)
+        record.invalid_reason = f"failed in {run.stage}, step {run.step}: {why}"
         run.close_times()
         raise RequestFailedError(run.stage, run.step, record) from error
     finally:

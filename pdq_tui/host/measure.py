@@ -253,7 +253,7 @@ class _Driver:
             case p.WorkerExited(role="engine"):
                 if self.interrupted:
                     raise _InterruptedEarlyError
-                raise PdqError(e.text, self._log_hint(e.tail), FAILED if self.hello else UNFIT)
+                raise PdqError(e.text, e.hint or self._log_hint(e.tail), FAILED if self.hello else UNFIT)
             case p.ArmRefused():
                 raise PdqError(f"policy {e.policy} refused: {e.reason}", e.hint)
             case p.WorkloadRefused():

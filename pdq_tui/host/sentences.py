@@ -63,7 +63,7 @@ def lines(event: Any) -> list[Line]:
             if event.role == "sensors" and event.replaced:
                 return []
             tail = "; it is started again" if event.replaced else ""
-            return [("warn" if event.role == "sensors" else "error", event.text + tail, None)]
+            return [("warn" if event.role == "sensors" else "error", event.text + tail, event.hint)]
     return []
 
 
@@ -107,11 +107,15 @@ def failure_sentence(failure: Failure) -> str:
     if failure.stage and failure.kind in ("oom", "device") and failure.stage not in text:
         text += f" in {failure.stage}"
     sizes = [
-        f"{value / 2**30:.2f} GiB {word}"
+        f"{_size(value)} {word}"
         for value, word in ((failure.wanted_bytes, "wanted"), (failure.free_bytes, "free"))
         if value is not None
     ]
     return f"{text} ({', '.join(sizes)})" if sizes else text
+
+
+def _size(value: int) -> str:
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
 
 
 def exit_sentence(role: str, code: int | None, expected: bool, fatal: Failure | None, tail: str) -> str:

@@ -321,7 +321,8 @@ class Supervisor:
                 del self._workers[role]
             expected = worker.expected or self._closing
             delay = None if expected else self._replacement_delay(worker)
-            text = exit_sentence(role, code, expected, self._fatal if role == "engine" else None, tail)
+            fatal = self._fatal if role == "engine" else None
+            text = exit_sentence(role, code, expected, fatal, tail)
             if not expected:
                 text = self._version_errors.get(role, text)
             if delay is None and not expected:
@@ -335,6 +336,7 @@ class Supervisor:
                 text=text,
                 tail="" if expected else tail,
                 replaced=delay is not None,
+                hint=fatal.hint if fatal is not None and not expected else None,
             )
         )
         if delay is not None:

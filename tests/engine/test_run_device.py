@@ -154,6 +154,8 @@ def test_cuda_without_a_gpu_is_a_sentence() -> None:
             400,
         ),
         (MemoryError(), "oom", None),
+        (MemoryError("unable to mmap 113534016 bytes from model.safetensors"), "oom", 113_534_016),
+        (RuntimeError("can't start new thread"), "oom", None),
         (RuntimeError("CUDA error: device-side assert triggered"), "device", None),
         (ValueError("something else"), "internal", None),
     ],
@@ -164,6 +166,27 @@ def test_S06_faults_say_stage_wanted_and_free(error: Exception, kind: str, wante
     assert "decode, step 5" in found.message
     if kind == "oom":
         assert found.free_bytes == 9900
+
+
+def test_S06_a_limit_on_this_process_is_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = memory.status_bytes("VmSize")
+    assert used is not None
+    infinity = memory.resource.RLIM_INFINITY
+    limits = {memory.resource.RLIMIT_AS: used + 50_000_000, memory.resource.RLIMIT_DATA: infinity}
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda number: (limits[number], infinity))
+    assert 0 < memory.host_free_bytes() <= 50_000_000
+
+
+def test_S06_a_hint_fits_what_failed() -> None:
+    hints = [
+        faults.failure(error, stage, None).hint or ""
+        for error, stage in (
+            (MemoryError(), "load"),
+            (MemoryError(), "prefill"),
+            (RuntimeError("can't start new thread"), "load"),
+        )
+    ]
+    assert ["smaller model" in hints[0], "prompts" in hints[1], "ulimit" in hints[2]] == [True] * 3
 
 
 def test_peaks_are_kept_and_only_get_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

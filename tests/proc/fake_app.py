@@ -28,8 +28,8 @@ def main() -> None:
         time.sleep(0.01)
     supervisor.send(Load(model=model or "demo"))
     time.sleep(0.3)
-    print(supervisor.worker_pids["engine"], supervisor.worker_pids["sensors"], flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt):  # it may come as soon as the line is out
+        print(supervisor.worker_pids["engine"], supervisor.worker_pids["sensors"], flush=True)
         signal.pause()
     supervisor.close()
     print("closed", flush=True)

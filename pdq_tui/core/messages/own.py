@@ -13,7 +13,7 @@ class WorkerStarted(Message):
 
 class WorkerExited(Message):
     """``text`` is the sentence for the person; ``expected`` is True after Shutdown; ``replaced`` is True when a new
-    worker takes its place without being asked."""
+    worker takes its place without being asked; ``hint`` is what to do about it, where the worker knew."""
 
     role: str
     pid: int
@@ -22,6 +22,7 @@ class WorkerExited(Message):
     text: str
     tail: str = ""
     replaced: bool = False
+    hint: str | None = None
 
 
 class SnapshotSaved(Message):
