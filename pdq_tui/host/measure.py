@@ -162,6 +162,10 @@ class _Driver:
     _failed_task: tuple[float, str] | None = None
     _stop_by: float | None = None
     _deadline: float | None = None
+    _disk_text: str = ""
+
+    def __post_init__(self) -> None:
+        self._disk_text = self.supervisor.journal.text
 
     def run(self) -> str:
         plan = self.plan
@@ -204,6 +208,7 @@ class _Driver:
                 self._interrupt()
             event = self._next()
             self._check_time()
+            self._watch_disk()
             if event is None:
                 continue
             if self.on_event is not None:
@@ -220,6 +225,13 @@ class _Driver:
         if isinstance(event, p.Request):
             self.events.append(event)
         return event
+
+    def _watch_disk(self) -> None:
+        """Say it when the journal's disk fills up, and not only at the end: there is time to make room."""
+        text = self.supervisor.journal.text
+        if text and not self._disk_text and self.on_event is not None:
+            self.on_event(p.Note(level="warn", text=text))
+        self._disk_text = text
 
     def _interrupt(self) -> None:
         if self.interrupted:
