@@ -28,7 +28,7 @@ from pdq_tui.host.view import SessionView, TaskView
 from pdq_tui.tui import keys, theme
 from pdq_tui.tui.lines import sentence
 from pdq_tui.tui.live import LiveScreen
-from pdq_tui.tui.terminal import AsciiDriver, needs_ascii, own_terminal, start_marker
+from pdq_tui.tui.terminal import AsciiDriver, OwnDriver, needs_ascii, own_terminal, start_marker
 
 if TYPE_CHECKING:
     from textual.command import Provider
@@ -123,7 +123,7 @@ class PdqApp(App[int]):
 
     def __init__(self, session: LiveLike, options: Options) -> None:
         self.ascii = needs_ascii() if options.ascii is None else options.ascii
-        super().__init__(driver_class=AsciiDriver if self.ascii and os.name == "posix" else None)
+        super().__init__(driver_class=AsciiDriver if self.ascii else OwnDriver)
         self.session = session
         self.options = options
         self.runs_dir = options.runs_dir

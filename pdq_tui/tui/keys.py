@@ -1,7 +1,7 @@
 """Every key of the app and of the live screen, with the id that ``[keys]`` in the configuration refers to.
 
-Avoided on purpose: alt and meta, ctrl+a and ctrl+b (screen, tmux), ctrl+s and ctrl+z (flow control, suspend), ctrl+j,
-ctrl+k and ctrl+e (editors), F10 and F11 (terminals).
+Avoided on purpose: alt and meta, ctrl+a and ctrl+b (screen, tmux), ctrl+s (flow control), ctrl+j, ctrl+k and ctrl+e
+(editors), F10 and F11 (terminals); ctrl+z suspends as everywhere.
 """
 
 from __future__ import annotations
@@ -44,6 +44,13 @@ APP: Final[tuple[Binding, ...]] = (
     _key("y", "copy", "Copy", "app.copy", "copy this screen's figures (OSC 52) and save them as a file"),
     _key("T", "next_theme", "Theme", "app.theme", "next colour theme"),
     _key("f12", "picture", "Picture", "app.screenshot", "SVG picture of the screen into the run's folder"),
+    _key(
+        "ctrl+z",
+        "suspend_process",
+        "Suspend",
+        "app.suspend",
+        "back to the shell, fg returns; the engine goes on meanwhile",
+    ),
     _key("q", "leave", "Quit", "app.quit", "quit; asks only while a run is live"),
     _key("ctrl+q", "leave", "Quit", "app.quit_any", "quit from anywhere", priority=True),
     _key(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import termios
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.cells import cell_len
 from textual.drivers.linux_driver import LinuxDriver
@@ -30,7 +32,38 @@ def ascii_only(text: str) -> str:
     return "".join(c if c.isascii() else "?" * cell_len(c) for c in found)
 
 
-class AsciiDriver(LinuxDriver):
+class OwnDriver(LinuxDriver):
+    """Textual's, except that it may be stopped by somebody else (SIGSTOP has no handler) and continued.
+
+    Textual takes every SIGCONT for the end of its own suspension and starts a second time: a second thread that reads
+    the keys and is never ended, and the raw mode remembered as what the terminal is to be given back in.
+    """
+
+    _suspended = False
+    _raw: list[Any] | None = None
+
+    def start_application_mode(self) -> None:
+        super().start_application_mode()  # type: ignore[no-untyped-call]
+        with contextlib.suppress(termios.error):
+            self._raw = termios.tcgetattr(self.fileno)
+
+    def _sigtstp_application(self, *signal_and_frame: Any) -> None:
+        self._suspended = True
+        super()._sigtstp_application(*signal_and_frame)
+
+    def _sigcont_application(self, *signal_and_frame: Any) -> None:
+        if self._suspended:
+            self._suspended = False
+            super()._sigcont_application(*signal_and_frame)
+        elif self._raw is not None:
+            # A shell may have used the terminal meanwhile: its mode, the cursor and the picture are ours again.
+            with contextlib.suppress(termios.error):
+                termios.tcsetattr(self.fileno, termios.TCSANOW, self._raw)
+            self.write("\x1b[?25l")
+            self._loop.call_soon_threadsafe(self._app.refresh)
+
+
+class AsciiDriver(OwnDriver):
     """Whatever a widget draws, this terminal gets ASCII: also what other people's widgets and modal boxes draw."""
 
     def write(self, data: str) -> None:

@@ -422,7 +422,6 @@ def test_app_every_key_has_an_id_a_tooltip_and_no_forbidden_chord() -> None:
                 "ctrl+a",
                 "ctrl+b",
                 "ctrl+s",
-                "ctrl+z",
                 "ctrl+j",
                 "ctrl+k",
                 "ctrl+e",
