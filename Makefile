@@ -46,6 +46,7 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/benchmarks/engine.py
 	$(BIN)/python tests/benchmarks/app.py
+	$(BIN)/python tests/benchmarks/store.py
 
 screenshots: $(VENV)/.installed-dev
 	$(BIN)/python screenshots/make.py

@@ -29,7 +29,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 @app.command("list", help="All snapshots, oldest first; damaged ones are listed with what is wrong.")
 def list_(as_json: AsJson = False, directory: flags.RunsDir = None) -> None:
-    from pdq_tui.store.snapshot import list_snapshots
+    from pdq_tui.store.listing import list_snapshots
 
     runs = runs_dir(settings({"run.dir": ("--dir", directory)}))
     found = list_snapshots(runs)

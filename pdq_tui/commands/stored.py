@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 from pdq_tui.errors import UsageError
-from pdq_tui.store.snapshot import list_snapshots, resolve
+from pdq_tui.store.listing import list_snapshots, resolve
 
 
 def snapshot_path(word: str, runs: Path) -> Path:
-    """``store.snapshot.resolve``, and ``@last-N``: the N-th before the last by the time they were made.
+    """``store.listing.resolve``, and ``@last-N``: the N-th before the last by the time they were made.
 
     Raises UsageError where there is no such snapshot.
     """

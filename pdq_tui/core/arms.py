@@ -137,8 +137,9 @@ def drift(
     """Median of the last third of one arm's requests over that of the first third, minus 1, in the order they ran.
     None below 6 requests."""
     found: dict[str, float | None] = {}
+    used = timed(requests)
     for metric in metrics:
-        values = present([METRICS[metric].of(r, device, model) for r in timed(requests)])
+        values = present([METRICS[metric].of(r, device, model) for r in used])
         third = len(values) // 3
         found[metric] = None
         if third >= 2:

@@ -85,14 +85,16 @@ def block_logs(
     if len(ours) < 2 or len(ours) != len(theirs):
         return None
     of = METRICS[metric].of
-    logs = []
+    means = []
     for side in (ours, theirs):
-        values = [of(r, device, model) for r in side]
-        positive = [math.log(v) for v in values if v is not None and math.isfinite(v) and v > 0]
-        if len(positive) != len(values):
-            return None
-        logs.append(statistics.fmean(positive))
-    return logs[0], logs[1]
+        total = 0.0
+        for r in side:
+            value = of(r, device, model)
+            if value is None or not 0 < value < math.inf:
+                return None
+            total += math.log(value)
+        means.append(total / len(side))
+    return means[0], means[1]
 
 
 def differences(
@@ -210,10 +212,12 @@ def _arm_ratios(
         for m in metrics
     }
     found = {m: [ours - theirs for ours, theirs in pairs] for m, pairs in logs.items()}
+    # Whichever side was run again as its own rival: the half-width is the same seen from either.
+    rival = next((a for a in (reference, arm) if any((a, True) in b for b in blocks)), None)
     control = {
-        m: differences(blocks, m, reference, reference, control=True, device=device, model=model)
-        # Whichever side was run again as its own rival: the half-width is the same seen from either.
-        or differences(blocks, m, arm, arm, control=True, device=device, model=model)
+        m: []
+        if rival is None
+        else differences(blocks, m, rival, rival, control=True, device=device, model=model)
         for m in metrics
     }
     words = (

@@ -205,7 +205,7 @@ def _rows(
         )
         by_metric = {r.metric: r for r in found}
     else:
-        by_metric = {m: unpaired(a, b, m, min_effect) for m in RATIO_METRICS}
+        by_metric = {r.metric: r for r in unpaired(a, b, RATIO_METRICS, min_effect)}
     method = PAIRED if paired else UNPAIRED
     rows = [_speed_row(b, m, stats, by_metric[m], method, spoiled[SPEED]) for m in RATIO_METRICS]
     for m in MEMORY_METRICS:

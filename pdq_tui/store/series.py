@@ -9,9 +9,11 @@ know, so that files of different versions can be read side by side in any order.
 
 from __future__ import annotations
 
+import gc
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -219,38 +221,74 @@ def together(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:
     return pl.concat(tables, how="diagonal_relaxed")
 
 
+@contextmanager
+def _no_collecting() -> Iterator[None]:
+    """Records are no garbage, and form no cycles: the collector, run again and again while thousands of them are
+    made, takes as long as making them."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_no_collecting()
 def requests_of(table: pl.DataFrame, tokens: pl.DataFrame, label: str) -> list[p.Request]:
     """Request records again, ``itl_ms`` from the token series. Nulls take the field's default; ``label`` stands for
     an arm that the file does not name. Raises PdqError where a row cannot be one."""
-    steps: dict[int, list[float]] = {}
     join = "row" if tokens["row"].null_count() < tokens.height and "row" in table.columns else "request"
-    for number, itl in tokens.select(join, "itl_ms").iter_rows():
-        if number is not None and itl is not None:
-            steps.setdefault(int(number), []).append(itl)
-    found = []
-    for index, row in enumerate(table.iter_rows(named=True)):
-        known = {k: v for k, v in row.items() if k in REQUESTS and v is not None}
-        row_number = known.pop("row", index)
-        stage, step = known.pop("nonfinite_stage", None), known.pop("nonfinite_step", None)
+    steps = _steps(tokens, join)
+    known = _present(table.select([c for c in table.columns if c in REQUESTS]))
+    rows, gaps = [], []
+    for index, row in enumerate(known):
+        row_number = row.pop("row", index)
+        stage, step = row.pop("nonfinite_stage", None), row.pop("nonfinite_step", None)
         if stage is not None:
-            known["nonfinite"] = {"stage": stage, "step": step or 0}
-        known["prefill_flops"] = {
+            row["nonfinite"] = {"stage": stage, "step": step or 0}
+        row["prefill_flops"] = {
             f["dtype"]: f["flops"]
-            for f in known.get("prefill_flops", [])
+            for f in row.get("prefill_flops", ())
             if f["dtype"] is not None and f["flops"] is not None
         }
-        known.setdefault("request", index)
-        known.setdefault("arm", label)
-        for key in ("policy", "policy_digest"):
-            known.setdefault(key, "")
-        known.setdefault("kind", "loop")
-        known["itl_ms"] = steps.get(int(row_number if join == "row" else known["request"]), [])
-        known["type"] = "request"
-        try:
-            found.append(msgspec.convert(known, p.Request, strict=False))
-        except msgspec.ValidationError as error:
-            raise PdqError(f"row {index + 1} of the requests is damaged: {error}") from error
+        rows.append(
+            {"request": index, "arm": label, "policy": "", "policy_digest": "", "kind": "loop", **row}
+        )
+        gaps.append(steps.get(int(row_number if join == "row" else rows[-1]["request"]), []))
+    try:
+        found = msgspec.convert(rows, list[p.Request], strict=False)
+    except msgspec.ValidationError:
+        for number, row in enumerate(rows, 1):
+            try:
+                msgspec.convert(row, p.Request, strict=False)
+            except msgspec.ValidationError as error:
+                raise PdqError(f"row {number} of the requests is damaged: {error}") from error
+        raise
+    for request, itl in zip(found, gaps, strict=True):
+        request.itl_ms = itl  # floats already: a long run has a million, which need no second look
     return found
+
+
+def _present(table: pl.DataFrame) -> list[dict[str, Any]]:
+    """The rows without their nulls. By column, since most columns have none or nothing else: a long run has many rows."""
+    whole = [s for s in table if s.null_count() == 0]
+    partly = [s for s in table if 0 < s.null_count() < table.height]
+    names = [s.name for s in whole]
+    columns = zip(*(s.to_list() for s in whole), strict=True) if whole else [()] * table.height
+    rows = [dict(zip(names, values, strict=True)) for values in columns]
+    for s in partly:
+        for row, value in zip(rows, s.to_list(), strict=True):
+            if value is not None:
+                row[s.name] = value
+    return rows
+
+
+def _steps(tokens: pl.DataFrame, join: str) -> dict[int, list[float]]:
+    """The gaps of each request by its number in the column ``join``, in the order of the file."""
+    there = tokens.select(join, "itl_ms").drop_nulls()
+    by_request = there.group_by(join, maintain_order=True).agg("itl_ms")
+    return dict(zip(by_request[join].to_list(), by_request["itl_ms"].to_list(), strict=True))
 
 
 def _first_line(error: Exception) -> str:

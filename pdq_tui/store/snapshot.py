@@ -16,7 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import polars as pl
 
 from pdq_tui.core.caveats import warnings
@@ -25,30 +24,13 @@ from pdq_tui.core.facts import Facts, clocks, collect, samples_during, slowed
 from pdq_tui.core.metrics import RATIO_METRICS
 from pdq_tui.core.pairs import noise_floor, ratios
 from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
-from pdq_tui.errors import PdqError, UsageError
+from pdq_tui.errors import PdqError
 from pdq_tui.store import atomic, series
 
 SCHEMA: Final = series.SCHEMA
 KIND: Final = "pdq-tui snapshot"
 MANIFEST: Final = "manifest.json"
-_FOLDER: Final = "snapshots"
-
-
-class Listed(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the list. ``id`` is "<run>/<nnn>". ``error``: why it cannot be read (damaged, or made by a newer
-    version); then the other fields hold what could be found out."""
-
-    id: str
-    path: str
-    run: str
-    name: str
-    arm: str = ""
-    policy: str = ""
-    model: str = ""
-    note: str = ""
-    created: str = ""
-    requests: int | None = None
-    error: str | None = None
+FOLDER: Final = "snapshots"
 
 
 class Snapshot:
@@ -108,7 +90,7 @@ class Snapshot:
         """The arm's requests, all of them, marked as they were (warm-up, first use, invalid, control, solo)."""
         return series.requests_of(self.requests_table, self.tokens_table, self.label)
 
-    @property
+    @cached_property
     def device(self) -> DeviceInfo:
         """What the metrics need of the device."""
         d = self.part("device")
@@ -119,7 +101,7 @@ class Snapshot:
             compute_peak_tflops=_table(d.get("compute_peak_tflops")),
         )
 
-    @property
+    @cached_property
     def model(self) -> ModelInfo:
         return ModelInfo(id=str(self.part("model").get("id") or ""))
 
@@ -187,7 +169,7 @@ def save(
         for name, table in tables.items()
     }
     files = {f"{name}.parquet": series.parquet_bytes(table) for name, table in tables.items()}
-    return _write(run_dir / _FOLDER, manifest, files)
+    return _write(run_dir / FOLDER, manifest, files)
 
 
 def _manifest(
@@ -306,73 +288,13 @@ def load(path: Path) -> Snapshot:
     return Snapshot(path, body)
 
 
-def list_snapshots(runs_dir: Path) -> list[Listed]:
-    """All snapshots under ``runs_dir``, oldest first. Damaged and newer ones are listed with their error."""
-    return [_listed(path) for path in sorted(runs_dir.glob(f"*/{_FOLDER}/*")) if _is_one(path)]
-
-
-def _is_one(path: Path) -> bool:
-    return path.is_dir() and not path.name.startswith(".")
-
-
 def _run_of(path: Path) -> str:
     return path.resolve().parent.parent.name
 
 
-def _listed(path: Path) -> Listed:
-    run = _run_of(path)
-    try:
-        s = load(path)
-    except PdqError as error:
-        return Listed(id=f"{run}/{path.name}", path=str(path), run=run, name=path.name, error=error.message)
-    missing = [f"{n}.parquet" for n in series.SERIES if not (path / f"{n}.parquet").is_file()]
-    counted = _table(s.arm.get("requests")).get("used")
-    return Listed(
-        id=s.id,
-        path=str(path),
-        run=s.run,
-        name=s.name,
-        arm=s.label,
-        policy=s.policy,
-        model=str(s.part("model").get("id") or ""),
-        note=s.note,
-        created=str(s.manifest.get("created") or ""),
-        requests=counted if isinstance(counted, int) else None,
-        error=f"damaged: {', '.join(missing)} missing" if missing else None,
-    )
-
-
-def resolve(word: str, runs_dir: Path) -> Path:
-    """The directory that ``word`` names: "<run>/<nnn>", the run's last four characters in its place, a unique prefix,
-    "@last", or a path. Raises UsageError naming what it could have been."""
-    as_path = Path(word).expanduser()
-    if as_path.name == MANIFEST:
-        as_path = as_path.parent
-    if (as_path / MANIFEST).is_file():
-        return as_path
-    found = list_snapshots(runs_dir)
-    if not found:
-        raise UsageError(
-            f"there is no snapshot in {runs_dir}", "make one with `pdq-tui run`, or with s in the app"
-        )
-    if word == "@last":
-        return Path(max(found, key=lambda s: (s.created, s.id)).path)
-    exact = [s for s in found if word in (s.id, f"{s.run[-4:]}/{s.name}")]
-    near = exact or [s for s in found if word and (s.id.startswith(word) or s.run[-4:] == word)]
-    if len(near) == 1:
-        return Path(near[0].path)
-    if near:
-        raise UsageError(
-            f"{word!r} names {len(near)} snapshots", "which of " + ", ".join(s.id for s in near[:8])
-        )
-    raise UsageError(
-        f"no snapshot is called {word!r}", "the last ones: " + ", ".join(s.id for s in found[-3:])
-    )
-
-
 def remove(path: Path) -> None:
     """Delete one snapshot's directory. Raises PdqError where ``path`` is not one, or cannot be deleted."""
-    if path.is_symlink() or path.parent.name != _FOLDER or not path.is_dir():
+    if path.is_symlink() or path.parent.name != FOLDER or not path.is_dir():
         raise PdqError(f"{path} is not a snapshot's directory")
     try:
         shutil.rmtree(path)

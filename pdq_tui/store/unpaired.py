@@ -13,6 +13,7 @@ from typing import Final
 
 from pdq_tui.core.arms import drift, timed, unequal_work, units
 from pdq_tui.core.metrics import METRICS, PRIMARY
+from pdq_tui.core.protocol import Request
 from pdq_tui.core.stats import (
     MEDIAN_CI_MIN,
     UNSURE,
@@ -31,23 +32,45 @@ _RESAMPLES: Final = 1000
 _NOT_INTERLEAVED: Final = "not interleaved: a drift between the runs is not cancelled"
 
 
-def unpaired(a: Snapshot, b: Snapshot, metric: str, min_effect: float) -> Ratio:
-    """b / a of ``metric``: the ratio of the medians of their blocks, a block's value being the geometric mean of the
+def unpaired(a: Snapshot, b: Snapshot, metrics: Sequence[str], min_effect: float) -> list[Ratio]:
+    """b / a of each metric: the ratio of the medians of their blocks, a block's value being the geometric mean of the
     arm's requests in it (outside blocks each request stands alone). Percentile bootstrap over blocks, from 6 on each
     side. δ is at least the noise floors of both runs and the drift inside each."""
-    sides = [block_values(s, metric) for s in (a, b)]
+    used = [timed(s.requests) for s in (a, b)]
+    blocks = [units(requests) for requests in used]
+    moved = [drift(requests, s.device, s.model, metrics) for s, requests in zip((a, b), used, strict=True)]
+    unequal = unequal_work(*used)
+    return [
+        _ratio(
+            a,
+            b,
+            metric,
+            [block_values(of, s, metric) for s, of in zip((a, b), blocks, strict=True)],
+            [m[metric] for m in moved],
+            unequal if metric == PRIMARY else None,
+            min_effect,
+        )
+        for metric in metrics
+    ]
+
+
+def _ratio(
+    a: Snapshot,
+    b: Snapshot,
+    metric: str,
+    sides: Sequence[list[float]],
+    moved: Sequence[float | None],
+    unequal: str | None,
+    min_effect: float,
+) -> Ratio:
     counts = [len(side) for side in sides]
     level = statistics.median(sides[0]) if sides[0] else None
     ratio = statistics.median(sides[1]) / level if level and sides[1] else None
     interval = bootstrap(*sides)
     effects = [min_effect]
-    for s in (a, b):
-        floor = s.part("noise_floor").get(metric)
-        effects += [floor] if isinstance(floor, float) else []
-        moved = drift(s.requests, s.device, s.model, (metric,))[metric]
-        effects += [abs(moved)] if moved is not None else []
+    effects += [f for s in (a, b) if isinstance(f := s.part("noise_floor").get(metric), float)]
+    effects += [abs(m) for m in moved if m is not None]
     delta = math.log1p(max(effects))
-    unequal = unequal_work(timed(a.requests), timed(b.requests)) if metric == PRIMARY else None
     if interval is None:
         word, reason = (
             UNSURE,
@@ -73,14 +96,14 @@ def unpaired(a: Snapshot, b: Snapshot, metric: str, min_effect: float) -> Ratio:
     )
 
 
-def block_values(s: Snapshot, metric: str) -> list[float]:
-    """One positive number an independent unit of the snapshot, ascending."""
-    of = METRICS[metric].of
+def block_values(blocks: Sequence[Sequence[Request]], s: Snapshot, metric: str) -> list[float]:
+    """One positive number an independent unit, ascending."""
+    of, device, model = METRICS[metric].of, s.device, s.model
     found = []
-    for unit in units(timed(s.requests)):
-        values = [v for v in present([of(r, s.device, s.model) for r in unit]) if v > 0]
+    for unit in blocks:
+        values = [v for v in present([of(r, device, model) for r in unit]) if v > 0]
         if values:
-            found.append(values[0] if len(values) == 1 else statistics.geometric_mean(values))
+            found.append(values[0] if len(values) == 1 else math.prod(values) ** (1 / len(values)))
     return sorted(found)
 
 

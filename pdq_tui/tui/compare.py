@@ -25,7 +25,8 @@ from pdq_tui.tui.page import Page
 
 if TYPE_CHECKING:  # polars comes with these: only threads import them
     from pdq_tui.store.compare import Comparison, Row
-    from pdq_tui.store.snapshot import Listed, Snapshot
+    from pdq_tui.store.listing import Listed
+    from pdq_tui.store.snapshot import Snapshot
 
 
 class CompareScreen(Page):
@@ -146,10 +147,10 @@ class CompareScreen(Page):
 
     @work(thread=True, exclusive=True, group="list")
     def _read_list(self, folders: list[Path], run_id: str) -> None:
-        from pdq_tui.store import snapshot
+        from pdq_tui.store import listing
 
         try:
-            found = {s.path: s for folder in folders for s in snapshot.list_snapshots(folder)}
+            found = {s.path: s for folder in folders for s in listing.list_snapshots(folder)}
         except (PdqError, OSError) as error:
             self.app.call_from_thread(self.say, f"the snapshots cannot be read: {sentence(error)}")
             return

@@ -16,8 +16,8 @@ from pdq_tui.tui.lines import Line, Part, fit, literal, to_ascii, wrapped
 
 if TYPE_CHECKING:  # their modules import polars, which the first screen must not wait for
     from pdq_tui.store.compare import Comparison, Row
+    from pdq_tui.store.listing import Listed
     from pdq_tui.store.setup import SetupCheck
-    from pdq_tui.store.snapshot import Listed
 
 _ROLES = {"better": "good", "worse": "bad", "same": "", "unsure": "dim", "": "dim"}
 _BARS = " ▁▂▃▄▅▆▇█"

@@ -13,7 +13,7 @@ from small_app import NASTY, SmallApp, settle, text_of
 from textual.screen import Screen
 from textual.widgets import Input
 
-from pdq_tui.store import atomic, compare, snapshot
+from pdq_tui.store import atomic, compare, listing, snapshot
 from pdq_tui.tui.copying import copy_text
 from pdq_tui.tui.export import ExportDialog
 from pdq_tui.tui.lines import LineList
@@ -60,7 +60,7 @@ async def test_all_formats_of_this_run_are_written_and_named(tmp_path: Path) -> 
 
 async def test_a_comparison_is_exported(tmp_path: Path) -> None:
     ids = save_all(tmp_path / "runs")
-    found = compare.compare([snapshot.load(snapshot.resolve(i, tmp_path / "runs")) for i in ids])
+    found = compare.compare([snapshot.load(listing.resolve(i, tmp_path / "runs")) for i in ids])
     app = SmallApp(lambda: ExportDialog(lambda: found, "the comparison", tmp_path / "out"), tmp_path / "runs")
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)

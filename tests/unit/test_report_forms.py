@@ -19,7 +19,7 @@ from pdq_tui.errors import PdqError, UsageError
 from pdq_tui.report.pages import HOLDS
 from pdq_tui.report.tables import FORMATS, render
 from pdq_tui.report.write import REPORTERS, write
-from pdq_tui.store import snapshot
+from pdq_tui.store import listing, snapshot
 from pdq_tui.store.compare import Comparison, compare
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -197,7 +197,7 @@ def test_files_are_utf8_in_an_ascii_locale(comparison: Comparison, tmp_path: Pat
         "write(compare([load(Path(a)) for a in sys.argv[2:]]), ['md', 'csv', 'json'], Path(sys.argv[1]))\n"
     )
     ids = [comparison.reference.id, comparison.candidates[0].id]
-    paths = [str(snapshot.resolve(i, tmp_path)) for i in ids]
+    paths = [str(listing.resolve(i, tmp_path)) for i in ids]
     env = {
         **os.environ,
         "LC_ALL": "POSIX",

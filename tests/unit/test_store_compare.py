@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdq_tui.core import protocol as p
-from pdq_tui.core.arms import timed
+from pdq_tui.core.arms import timed, units
 from pdq_tui.core.pairs import ratios
 from pdq_tui.core.stats import quantile
 from pdq_tui.core.workload import Workload
@@ -359,10 +359,27 @@ def test_a_resample_of_a_median_is_drawn_without_its_values() -> None:
         assert statistics.fmean(short) == pytest.approx(statistics.fmean(long), rel=0.02)
 
 
+def test_a_resample_costs_the_same_whatever_its_size() -> None:
+    class Counting(random.Random):
+        drawn = 0
+
+        def betavariate(self, alpha: float, beta: float) -> float:
+            self.drawn += 1
+            return super().betavariate(alpha, beta)
+
+        def choices(self, *_: Any, **__: Any) -> Any:
+            pytest.fail("the values were drawn one by one")
+
+    for n in (10, 10_001):
+        rng = Counting(0)
+        median_of_resample([float(i) for i in range(n)], rng)
+        assert rng.drawn == 1
+
+
 def test_requests_of_one_block_are_one_unit_between_runs(snap: Any) -> None:
     one = snap({"bf16": (100, 50)}, blocks=5)[0]
     assert len(timed(one.requests)) == 10
-    values = block_values(one, "tpot_ms")
+    values = block_values(units(timed(one.requests)), one, "tpot_ms")
     first = [r.tpot_ms for r in timed(one.requests) if r.block == 0]
     assert len(values) == 5 and math.sqrt(first[0] * first[1]) == pytest.approx(
         min(values, key=lambda v: abs(v - math.sqrt(first[0] * first[1])))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 
 from pdq_tui.core import protocol as p
 from pdq_tui.errors import PdqError, UsageError
-from pdq_tui.store import series, snapshot
+from pdq_tui.store import listing, series, snapshot
 
 RUN = "20260102T030405Z-0f3a"
 
@@ -131,7 +133,7 @@ def test_meta_is_read_from_the_run(tmp_path: Path, events: list[Any], meta: dict
 def test_found_by_name_prefix_last_and_path(save: Callable[..., Path], tmp_path: Path) -> None:
     one, two = save("bf16"), save("int4")
     other = save("bf16", run="20260203T000000Z-beef")
-    listed = snapshot.list_snapshots(tmp_path)
+    listed = listing.list_snapshots(tmp_path)
     assert [s.id for s in listed] == [f"{RUN}/001", f"{RUN}/002", "20260203T000000Z-beef/001"]
     assert (listed[1].arm, listed[1].policy, listed[1].model, listed[1].requests) == (
         "int4",
@@ -148,7 +150,7 @@ def test_found_by_name_prefix_last_and_path(save: Callable[..., Path], tmp_path:
         str(two): two,
         str(two / "manifest.json"): two,
     }.items():
-        assert snapshot.resolve(word, tmp_path) == path, word
+        assert listing.resolve(word, tmp_path) == path, word
 
 
 @pytest.mark.parametrize(
@@ -165,13 +167,52 @@ def test_a_word_that_names_none_or_many(
 ) -> None:
     save("bf16"), save("int4"), save("bf16", run="20260203T000000Z-beef")
     with pytest.raises(UsageError, match=message):
-        snapshot.resolve(word, tmp_path)
+        listing.resolve(word, tmp_path)
+
+
+def test_a_list_looks_at_each_manifest_once_and_builds_none(
+    save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand snapshots are listed at a glance: by the few fields that are shown."""
+    first = save("bf16")
+    for number in range(2, 41):
+        shutil.copytree(first, first.parent / f"{number:03d}")
+    read: list[Path] = []
+    read_bytes = Path.read_bytes
+
+    def counted(path: Path) -> bytes:
+        read.append(path)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", counted)
+    monkeypatch.setattr(json, "loads", lambda *_: pytest.fail("a whole manifest was built"))
+    assert len(listing.list_snapshots(tmp_path)) == 40
+    assert len(read) == len(set(read)) == 40
+
+
+def test_reading_a_long_series_is_one_conversion(
+    save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    convert = series.msgspec.convert
+    monkeypatch.setattr(series.msgspec, "convert", lambda *a, **k: calls.append(a[1]) or convert(*a, **k))
+    s = snapshot.load(save())
+    assert len(s.requests) == s.requests_table.height > 1 and len(calls) == 1
+    assert sum(len(r.itl_ms) for r in s.requests) == s.tokens_table.height
+
+
+def test_the_collector_is_as_it_was_after_a_damaged_row(save: Callable[..., Path]) -> None:
+    s = snapshot.load(save())
+    bad = s.requests_table.with_columns(pl.lit(2.5).alias("batch"))
+    with pytest.raises(PdqError, match="row 1 of the requests is damaged"):
+        series.requests_of(bad, s.tokens_table, "bf16")
+    assert gc.isenabled()
 
 
 def test_an_empty_store(tmp_path: Path) -> None:
-    assert snapshot.list_snapshots(tmp_path / "none") == []
+    assert listing.list_snapshots(tmp_path / "none") == []
     with pytest.raises(UsageError, match="there is no snapshot"):
-        snapshot.resolve("@last", tmp_path)
+        listing.resolve("@last", tmp_path)
 
 
 def test_removing_removes_that_one_alone(save: Callable[..., Path], tmp_path: Path) -> None:
@@ -205,7 +246,7 @@ def test_a_damaged_snapshot_is_listed_and_the_others_work(
 ) -> None:
     bad, good = save("bf16"), save("int4")
     damage(bad)
-    one, two = snapshot.list_snapshots(tmp_path)
+    one, two = listing.list_snapshots(tmp_path)
     assert one.id == f"{RUN}/001" and one.error and two.error is None
     assert len(snapshot.load(good).requests) == 8
 
@@ -288,7 +329,7 @@ def test_X02_versions_side_by_side_in_both_orders(
     one, two = save("bf16"), save("int4")
     VARIANTS[variant](one)
     VARIANTS[other](two)
-    assert [s.error for s in snapshot.list_snapshots(tmp_path)] == [None, None]
+    assert [s.error for s in listing.list_snapshots(tmp_path)] == [None, None]
     a, b = snapshot.load(one), snapshot.load(two)
     for pair in ((a, b), (b, a)):
         both = series.together([s.requests_table for s in pair])
@@ -312,7 +353,7 @@ def test_X02_versions_side_by_side_in_both_orders(
 def test_X02_a_newer_major_version_is_listed_and_skipped(save: Callable[..., Path], tmp_path: Path) -> None:
     new, good = save("bf16"), save("int4")
     _schema(2)(new)
-    one, two = snapshot.list_snapshots(tmp_path)
+    one, two = listing.list_snapshots(tmp_path)
     assert one.error is not None and "made by a newer version" in one.error
     assert two.error is None and len(snapshot.load(good).requests) == 8
     with pytest.raises(PdqError, match="made by a newer version"):
@@ -346,7 +387,7 @@ def test_X04_a_full_disk_leaves_nothing_half_done(
     with pytest.raises(PdqError, match="cannot be written"):
         save("int4")
     assert sorted(f.name for f in before.parent.iterdir()) == ["001"]
-    assert [s.error for s in snapshot.list_snapshots(tmp_path)] == [None]
+    assert [s.error for s in listing.list_snapshots(tmp_path)] == [None]
 
 
 def test_X04_the_same_results_can_be_saved_elsewhere(
