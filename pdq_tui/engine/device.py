@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pdq_tui.core import cpus
 from pdq_tui.core.protocol import DeviceInfo
 from pdq_tui.engine import memory, threads
 from pdq_tui.errors import UnfitError
@@ -59,7 +60,7 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.capability: tuple[int, int] | None = None
         self.threads, self.threads_reason = threads.thread_count(
-            threads.affinity(), threads.cpu_quota(), wanted_threads
+            cpus.affinity(), cpus.cpu_quota(), wanted_threads
         )
         torch.set_num_threads(self.threads)
         self._meter = memory.peak_meter()
@@ -125,7 +126,7 @@ class CudaDevice:
         self.capability: tuple[int, int] | None = torch.cuda.get_device_capability(index)
         self.total_bytes: int | None = int(self._properties.total_memory)
         self.threads, self.threads_reason = threads.thread_count(
-            threads.affinity(), threads.cpu_quota(), wanted_threads
+            cpus.affinity(), cpus.cpu_quota(), wanted_threads
         )
         torch.set_num_threads(self.threads)
 

@@ -1,13 +1,12 @@
 """CPU and memory of this machine and of the engine's process, through psutil.
 
 load           busy share of all logical CPUs since the last reading, 0..1, the whole machine.
-engine_load    CPU time of the engine's process / wall time / CPUs that a process may use here, 0..1.
+engine_load    CPU time of the engine's process / wall time / CPUs that it may use (affinity, cgroup quota), 0..1.
 memory_*       of the tightest cgroup limit where there is one, else of the machine; bytes.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 import psutil
 
+from pdq_tui.core.cpus import usable_cpus
 from pdq_tui.core.protocol import CpuSample
 
 #: Frequency and temperature read one file per core or chip, which is not cheap on large machines.
@@ -88,16 +88,6 @@ def _stat(path: Path, key: str) -> int:
     return next((int(value) for name, value in (line.split() for line in lines) if name == key), 0)
 
 
-def usable_cpus(root: Path = CGROUPS) -> float:
-    """Logical CPUs that a process may use here: its affinity, narrowed by a cgroup v2 quota."""
-    allowed = float(len(os.sched_getaffinity(0)))
-    try:
-        quota, period = (root / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return allowed
-    return min(allowed, int(quota) / int(period)) if quota.isdigit() else allowed
-
-
 class CpuReader:
     """Keeps what differences are taken from. Not for use from several threads."""
 
@@ -112,11 +102,13 @@ class CpuReader:
         except OSError:  # no cgroups here: the machine's memory is the limit
             self._membership = ""
         self._slow_at = -SLOW_S
+        self._cpus, self._cpus_at = 1.0, -SLOW_S
         self._slow: dict[str, float] = {}
         self._slow_missing: dict[str, str] = {}
 
     def watch(self, pid: int | None) -> None:
         self._process, self._engine, self._gone = None, None, None
+        self._cpus_at = -SLOW_S
         if pid is None:
             self._gone = "the engine has not started"
             return
@@ -147,8 +139,11 @@ class CpuReader:
                     times, rss = self._process.cpu_times(), self._process.memory_info().rss
                     if self._process.status() == psutil.STATUS_ZOMBIE:
                         raise psutil.ZombieProcess(self._process.pid)
+                cpus = self._engine_cpus(self._process.pid)
             except psutil.Error as error:
                 self._process, self._gone = None, _why(error)
+            except ProcessLookupError:
+                self._process, self._gone = None, "the engine's process has ended"
             else:
                 now, spent = time.monotonic(), times.user + times.system
                 before, self._engine = self._engine, (now, spent)
@@ -156,10 +151,17 @@ class CpuReader:
                 if before is None or now <= before[0]:
                     sample.missing["engine_load"] = "first reading: nothing to compare with"
                 else:
-                    sample.engine_load = (spent - before[1]) / (now - before[0]) / usable_cpus()
+                    sample.engine_load = (spent - before[1]) / (now - before[0]) / cpus
                 return
         reason = self._gone or "the engine has not started"
         sample.missing |= {"engine_load": reason, "engine_rss_bytes": reason}
+
+    def _engine_cpus(self, pid: int) -> float:
+        """CPUs that the engine may use; a quota may be changed while it runs, so it is looked at now and then."""
+        now = time.monotonic()
+        if now - self._cpus_at >= SLOW_S:
+            self._cpus, self._cpus_at = usable_cpus(pid), now
+        return self._cpus
 
     def _read_slow(self, sample: CpuSample) -> None:
         now = time.monotonic()

@@ -14,12 +14,13 @@ import torch
 from fake_device import FakeDevice
 
 from pdq_tui.core import protocol as p
+from pdq_tui.core.cpus import cpu_quota, quota_v1, quota_v2
 from pdq_tui.engine import faults, memory
 from pdq_tui.engine import peaks as peaks_module
 from pdq_tui.engine.channel import LONG_QUEUE, EventWriter, Inbox
 from pdq_tui.engine.device import CpuDevice, cuda_bus_id, cuda_uuid, open_device, pick_gpu
 from pdq_tui.engine.runner import Peaks
-from pdq_tui.engine.threads import cpu_quota, quota_v1, quota_v2, thread_count
+from pdq_tui.engine.threads import thread_count
 from pdq_tui.errors import UnfitError
 
 
@@ -68,22 +69,24 @@ def test_T14_the_tightest_quota_of_all_parents(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "cpu.max").write_text("150000 100000")
     (tmp_path / "a" / "b" / "cpu.max").write_text("max 100000")
-    own = tmp_path / "cgroup"
+    own = tmp_path / "7" / "cgroup"
+    own.parent.mkdir()
     own.write_text("0::/a/b\n")
-    assert cpu_quota(tmp_path, own) == 1.5
-    assert cpu_quota(tmp_path, tmp_path / "missing") is None
+    assert cpu_quota(7, tmp_path, tmp_path) == 1.5
+    assert cpu_quota(8, tmp_path, tmp_path) is None
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("100000")
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
     own.write_text("4:memory:/x\n1:cpu,cpuacct:/elsewhere\n")
-    assert cpu_quota(tmp_path, own) == 1.0
+    assert cpu_quota(7, tmp_path, tmp_path) == 1.0
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
 def test_T14_one_cpu_in_the_affinity_mask_is_one_thread() -> None:
     script = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from pdq_tui.engine.threads import affinity, thread_count\n"
+        "from pdq_tui.core.cpus import affinity\n"
+        "from pdq_tui.engine.threads import thread_count\n"
         "print(thread_count(affinity(), None)[0])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from fake_nvml.sensors_process import sensors
 
+from pdq_tui.core import cpus
 from pdq_tui.core.protocol import (
     Dropped,
     Hello,
@@ -157,6 +158,24 @@ def test_the_engine_process_is_followed_by_pid_until_it_ends():
     third = reader.read()
     assert (third.engine_load, third.engine_rss_bytes) == (None, None)
     assert "ended" in third.missing["engine_rss_bytes"]
+
+
+def test_T14_the_engine_s_load_is_of_the_cpus_that_it_may_use_itself(monkeypatch):
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as engine:
+        engine.stdout.readline()
+        monkeypatch.setattr(cpus, "cpu_quota", lambda pid: None)
+        assert cpus.usable_cpus(engine.pid) == 1.0, "its own affinity, not ours"
+        monkeypatch.setattr(cpus, "cpu_quota", lambda pid: 0.5 if pid == engine.pid else None)
+        assert cpus.usable_cpus(engine.pid) == 0.5
+        reader = CpuReader()
+        reader.watch(engine.pid)
+        reader.read()
+        assert reader._cpus == 0.5
+        engine.communicate("\n")
+    assert "ended" in reader.read().missing["engine_load"]
 
 
 def test_nothing_is_watched_yet():
