@@ -38,6 +38,9 @@ REASONS: Final = {
 }
 #: Another symbol for the same quantity is worth asking after these.
 _TRY_OLDER: Final = frozenset({3, 13, 25})
+#: After these nothing of a GPU answers until NVML is started anew: uninitialised, driver gone, GPU lost or to be reset,
+#: unknown.
+_LOST: Final = frozenset({1, 9, 15, 16, 999})
 _MIG: Final = "n/a (MIG: only the whole GPU's is known)"
 #: Parts whose GPU shares the system's memory. By name, because "not supported" alone is also what discrete cards answer.
 _INTEGRATED: Final = re.compile(r"\b(GB10|Jetson|Tegra|Orin|Thor|Xavier|DGX Spark)\b", re.IGNORECASE)
@@ -52,14 +55,19 @@ class Answer(NamedTuple):
 
 
 _said: set[tuple[str, str, int]] = set()
+_lost: set[str] = set()
 
 
 def ask(where: str, function: str, *args: Any) -> Answer:
     """Call one pynvml function. ``where`` names the GPU in the log. Never raises an NVML error."""
     try:
-        return Answer(getattr(pynvml, function)(*args), "", 0)
+        answer = Answer(getattr(pynvml, function)(*args), "", 0)
+        _lost.discard(where)
+        return answer
     except pynvml.NVMLError as error:
         code = int(error.value)
+        if code in _LOST:
+            _lost.add(where)
         reason = REASONS.get(code, f"NVML error {code}")
     except UnicodeDecodeError:
         code, reason = -1, "NVML answered with broken text"
@@ -77,6 +85,11 @@ def first_of(where: str, *queries: tuple[Any, ...]) -> tuple[int, Answer]:
         if answer.code not in _TRY_OLDER:
             return position, answer
     return len(queries) - 1, answer
+
+
+def is_lost(where: str) -> bool:
+    """True where the last that this GPU answered is that it, or the driver, is gone."""
+    return where in _lost
 
 
 # -- start -------------------------------------------------------------------------------------------------------------
@@ -124,6 +137,7 @@ _FAILURES: Final = {
 
 def start() -> Start:
     """Load the library, initialise it, and find the GPUs. May take seconds, or hang with a sick driver."""
+    _lost.clear()
     begun = ask("NVML", "nvmlInit")
     if begun.code:
         kind, text, hint = _FAILURES.get(
@@ -143,6 +157,11 @@ def start() -> Start:
     plural = "" if count.value == 1 else "s"
     text = f"NVML: {count.value} GPU{plural}, driver {driver or 'of unknown version'}"
     return Start("ok", text, None, driver, devices)
+
+
+def stop() -> None:
+    """Give up what NVML holds, so that it can be started anew. May hang with a sick driver."""
+    ask("NVML", "nvmlShutdown")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 An NVML call can take seconds, or never return. Queries run in two lanes, quick and slow; a query that holds its lane
 for longer than ``HUNG_S`` keeps that thread to itself from then on, and the lane goes on in a new thread without it.
-Threads that hang are never joined: the worker leaves by ``os._exit``.
+Threads that hang are never joined: the worker leaves by ``os._exit``. When the driver goes, all handles are void: NVML
+is started anew until it is back.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ STALE_S: Final = 1.0
 FORGET_S: Final = 5.0
 #: How often the process list, and GPUs that are not the engine's, are asked.
 SLOW_S: Final = 1.0
+#: All GPUs lost for so long: NVML is started anew …
+LOST_S: Final = 2.0
+#: … and tried again so often, as after a start that failed, until the driver is back.
+RETRY_S: Final = 5.0
 #: Repeating these would be read as "nothing happened": never shown stale.
 _NEVER_STALE: Final = frozenset({"energy_j"})
 NAMESPACE: Final = "process memory unknown (PID namespace): the engine's pid is not in NVML's list"
@@ -62,6 +67,7 @@ class Lane:
         self._current: Poll | None = None
         # Held while a query is found to hang and while one is found to have ended, so that it cannot be both.
         self._handover = threading.Lock()
+        self._stopped = False
         self._start()
 
     def _start(self) -> None:
@@ -70,7 +76,7 @@ class Lane:
 
     def _loop(self) -> None:
         me = threading.current_thread()
-        while self._thread is me:
+        while self._thread is me and not self._stopped:
             for poll in list(self._polls):
                 now = time.monotonic()
                 if poll.reading is None or now - poll.asked_at >= self._sampler.interval(poll):
@@ -87,14 +93,19 @@ class Lane:
 
     def _alone(self, poll: Poll) -> None:
         """This thread's lane has gone on without it; from now on it serves ``poll`` only, and unhurriedly."""
-        while True:
+        while not self._stopped:
             time.sleep(SLOW_S)
             poll.run()
+
+    def stop(self) -> None:
+        """Ask nothing more. Waits a moment for the query that is under way."""
+        self._stopped = True
+        self._thread.join(HUNG_S)
 
     def watchdog(self, now: float) -> None:
         with self._handover:
             poll = self._current
-            if poll is not None and poll.running and now - poll.asked_at > HUNG_S:
+            if poll is not None and not self._stopped and poll.running and now - poll.asked_at > HUNG_S:
                 poll.detached = True
                 self._polls = [other for other in self._polls if other is not poll]
                 self._current = None
@@ -114,6 +125,7 @@ class Sampler:
         self._start: nvml.Start | None = None
         self._polls: dict[Identity, list[Poll]] = {}
         self._lanes: list[Lane] = []
+        self._lost_at: float | None = None
         self._pid: int | None = None
         self._wanted: tuple[str | None, str | None] | None = None
         self._interval = 0.1
@@ -121,9 +133,18 @@ class Sampler:
         threading.Thread(target=self._initialise, name="nvml init", daemon=True).start()
 
     def _initialise(self) -> None:
-        start = nvml.start()
+        while True:
+            start = nvml.start()
+            self._adopt(start)
+            self._woken()
+            if start.kind in ("ok", "absent"):
+                return
+            time.sleep(RETRY_S)
+
+    def _adopt(self, start: nvml.Start) -> None:
         with self._lock:
             self._start = start
+            self._polls, self._lanes, self._lost_at = {}, [], None
             polls = [
                 Poll(device, group)
                 for device in start.devices
@@ -137,7 +158,30 @@ class Sampler:
                 lane = [poll for poll in polls if poll.group.slow is slow]
                 if lane:
                     self._lanes.append(Lane(self, name, lane))
-        self._woken()
+
+    def _look_for_loss(self, now: float) -> None:
+        """Where every GPU has been lost for a while, not one of them alone, start NVML anew."""
+        with self._lock:
+            opened = [d for d in self._start.devices if d.closed is None] if self._start is not None else []
+            if not opened or not all(nvml.is_lost(device.where) for device in opened):
+                self._lost_at = None
+                return
+            if self._lost_at is None:
+                self._lost_at = now
+            if now - self._lost_at < LOST_S:
+                return
+            lanes, self._lanes, self._polls = self._lanes, [], {}
+            self._start = nvml.Start(
+                "error", "NVML has lost its GPUs: no GPU sensors until it finds them again", "see 'dmesg'"
+            )
+            self._rejoin()
+        threading.Thread(target=self._restart, args=(lanes,), name="nvml init", daemon=True).start()
+
+    def _restart(self, lanes: Sequence[Lane]) -> None:
+        for lane in lanes:
+            lane.stop()
+        nvml.stop()
+        self._initialise()
 
     def watch(self, pid: int | None, uuid: str | None, bus_id: str | None, interval_s: float) -> None:
         with self._lock:
@@ -194,6 +238,7 @@ class Sampler:
     def samples(self) -> list[GpuSample]:
         """One sample a GPU, in NVML's order; the engine's MIG slice stands in its GPU's place."""
         now = time.monotonic()
+        self._look_for_loss(now)
         with self._lock:
             start, engine, pid = self._start, self._engine.found, self._pid
             lanes = list(self._lanes)

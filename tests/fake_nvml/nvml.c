@@ -6,6 +6,8 @@
  *   migs@0 2                           number of MIG slices of GPU 0
  *   name@0 / uuid@0 / bus@0            identity
  *   ret.<function>[@gpu] 3             return code instead of an answer
+ *   driver_gone 9                      return code of every function, as without a kernel driver
+ *   load 2                             how often the driver was loaded: what was initialised before does not answer (1)
  *   delay.<function>[@gpu] 3000        milliseconds before answering, or "forever"
  *   val.<function>[@gpu] 1 2 3         values, in the order of the answer's fields
  *
@@ -20,7 +22,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7 };
+static unsigned initialised_at;
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7 };
 enum { MAX_GPUS = 16, MAX_SLICES = 8 };
 
 typedef unsigned long long u64;
@@ -98,7 +101,11 @@ static int enter(const char *function, const Device *device) {
         struct timespec left = {ms / 1000, (ms % 1000) * 1000000L};
         while (nanosleep(&left, &left) != 0 && errno == EINTR) {}
     }
-    return look("ret.", function, device, value, sizeof value) ? (int)strtol(value, NULL, 10) : SUCCESS;
+    if (look("", "driver_gone", NULL, value, sizeof value)) return (int)strtol(value, NULL, 10);
+    if (look("ret.", function, device, value, sizeof value)) return (int)strtol(value, NULL, 10);
+    unsigned load = number("load", NULL, 0);
+    if (strncmp(function, "nvmlInit", 8) == 0) initialised_at = load;
+    return initialised_at == load ? SUCCESS : UNINITIALIZED;
 }
 
 /* Up to n numbers of val.<function>; how many there were. */

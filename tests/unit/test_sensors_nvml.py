@@ -369,5 +369,37 @@ def test_N10_a_getter_that_hangs_for_ever_takes_only_its_field(tmp_path):
         assert ends_within(worker, 1.0)
 
 
+def test_N01_a_driver_that_goes_and_comes_back_is_found_again(tmp_path):
+    """Handles of before are void after the driver was unloaded: without a new start nothing would answer again."""
+    fake = FakeNvml.create(tmp_path, gpus=2)
+    with sensors(tmp_path, fake.env) as worker:
+        worker.watch(uuid=UUIDS[1], interval_s=0.05)
+        assert worker.gpus(settled)[1].engine
+        fake.set("driver_gone", 9)
+        gone_state = worker.until(
+            lambda e: isinstance(e, SensorState) and e.nvml == "driver-not-loaded", timeout=15
+        )
+        assert "not loaded" in gone_state.text and gone_state.hint and gone_state.engine_gpu is None
+        assert worker.gpus(lambda gpus: not gpus) == []
+        told = len([e for e in worker.events if isinstance(e, SensorState)])
+        fake.set("load", 1)
+        fake.drop("driver_gone")
+        back = worker.gpus(settled, timeout=20)
+        assert [gone(gpu) - {"process_memory_bytes", "other_processes"} for gpu in back] == [set(), set()]
+        assert back[1].engine and back[1].power_w == pytest.approx(300.001)
+        states = [e for e in worker.events if isinstance(e, SensorState)]
+        assert (states[-1].nvml, states[-1].engine_gpu) == ("ok", 1)
+        assert len(states) == told + 1, "it is said once that it is gone, and once that it is back"
+
+
+def test_N01_a_driver_that_is_loaded_later_is_found(tmp_path):
+    fake = FakeNvml.create(tmp_path)
+    fake.set("driver_gone", 9)
+    with sensors(tmp_path, fake.env) as worker:
+        assert worker.state().nvml == "driver-not-loaded"
+        fake.drop("driver_gone")
+        assert worker.gpus(settled, timeout=20)[0].power_w == 300.0
+
+
 def test_the_fake_is_built_once(tmp_path):
     assert build() == build()
