@@ -142,8 +142,9 @@ def ratios(
     for arm in arms:
         if arm == reference:
             continue
-        told = (conditions or {}).get(arm)
-        blocked = {m: told or _conditions(current, reference, arm, m) for m in metrics}
+        told = (conditions or {}).get(arm) or _launch_bound(current, reference, arm)
+        unequal = None if told else _unequal(current, reference, arm)
+        blocked = {m: told or (unequal if m == PRIMARY else None) for m in metrics}
         given = {m: _given(f) for m, f in (floors or {}).items()}
         rows += _arm_ratios(
             blocks, reference, arm, min_effect, provisional, device, model, metrics, blocked, given
@@ -181,13 +182,18 @@ def _current_policy(requests: Sequence[Request]) -> list[Request]:
     return [r for r in requests if r.policy_digest == now[r.arm]]
 
 
-def _conditions(requests: Sequence[Request], reference: str, arm: str, metric: str) -> str | None:
-    """What in the requests themselves forbids a word: an eager run on a GPU; for E2E unequal output lengths."""
+def _launch_bound(requests: Sequence[Request], reference: str, arm: str) -> str | None:
+    """An eager run on a GPU forbids every word."""
+    both = (reference, arm)
+    eager = any(
+        r.eager_launch_bound and r.arm in both and r.block is not None and counted(r) for r in requests
+    )
+    return "eager: launch-bound" if eager else None
+
+
+def _unequal(requests: Sequence[Request], reference: str, arm: str) -> str | None:
+    """Unequal output lengths forbid one about end-to-end time."""
     mine = [r for r in requests if r.block is not None and counted(r)]
-    if any(r.eager_launch_bound for r in mine if r.arm in (reference, arm)):
-        return "eager: launch-bound"
-    if metric != PRIMARY:
-        return None
     return unequal_work(*([r for r in mine if r.arm == a] for a in (reference, arm)))
 
 

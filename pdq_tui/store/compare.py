@@ -18,6 +18,7 @@ from pdq_tui.core.pairs import blocks_of, ratios
 from pdq_tui.core.stats import UNSURE, Interval, Ratio, Summary, judge
 from pdq_tui.errors import PdqError
 from pdq_tui.store.figures import FIGURES, Figure
+from pdq_tui.store.series import no_collecting
 from pdq_tui.store.setup import DIFFERS, MEMORY, SPEED, SetupCheck, setup_checks
 from pdq_tui.store.snapshot import Snapshot
 from pdq_tui.store.unpaired import UNPAIRED as UNPAIRED
@@ -97,6 +98,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return [r for r in self.rows if r.candidate == candidate]
 
 
+@no_collecting()
 def compare(snapshots: Sequence[Snapshot], min_effect: float = 0.01, *, force: bool = False) -> Comparison:
     """Compare each snapshot with the first. ``min_effect`` is the least relative difference that matters.
 

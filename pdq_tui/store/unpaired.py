@@ -21,7 +21,6 @@ from pdq_tui.core.stats import (
     Ratio,
     careful,
     judge,
-    present,
     quantile,
     unsure_reason,
 )
@@ -101,7 +100,7 @@ def block_values(blocks: Sequence[Sequence[Request]], s: Snapshot, metric: str) 
     of, device, model = METRICS[metric].of, s.device, s.model
     found = []
     for unit in blocks:
-        values = [v for v in present([of(r, device, model) for r in unit]) if v > 0]
+        values = [v for r in unit if (v := of(r, device, model)) is not None and 0 < v < math.inf]
         if values:
             found.append(values[0] if len(values) == 1 else math.prod(values) ** (1 / len(values)))
     return sorted(found)
