@@ -374,7 +374,7 @@ def test_N01_a_driver_that_goes_and_comes_back_is_found_again(tmp_path):
     fake = FakeNvml.create(tmp_path, gpus=2)
     with sensors(tmp_path, fake.env) as worker:
         worker.watch(uuid=UUIDS[1], interval_s=0.05)
-        assert worker.gpus(settled)[1].engine
+        worker.gpus(lambda gpus: settled(gpus) and gpus[1].engine)
         fake.set("driver_gone", 9)
         gone_state = worker.until(
             lambda e: isinstance(e, SensorState) and e.nvml == "driver-not-loaded", timeout=15
