@@ -19,16 +19,13 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 Of = Callable[[Request, DeviceInfo | None, ModelInfo | None], float | None]
 
 
-class Metric(msgspec.Struct, frozen=True, kw_only=True):
-    """One quantity.
+class Quantity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a number is, for whoever reads it.
 
     short    for a narrow column: "TTFT".
     unit     of the value: "ms", "tok/s", "GB/s", "B", or "1" for a fraction (shown in %).
     better   "lower", "higher", or None where neither direction is good by itself.
     formula  and ``why``: one sentence each, shown wherever a person reads the number.
-    stage    "prefill", "decode", "request" (both), "memory".
-    missing  the reason given where ``of`` finds nothing in any request.
-    of       the value of one request, None where it has none.
     """
 
     id: str
@@ -38,9 +35,6 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     better: str | None
     formula: str
     why: str
-    stage: str
-    missing: str
-    of: Of
 
     @property
     def shown_unit(self) -> str:
@@ -59,6 +53,19 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
         """The number with its unit: "84.1 ms", "41.0 %", "4.1 GiB"; "n/a" for None."""
         unit = self.shown_unit
         return f"{self.format(value)} {unit}" if unit and value is not None else self.format(value)
+
+
+class Metric(Quantity, frozen=True, kw_only=True):
+    """A quantity that every request has a value of.
+
+    stage    "prefill", "decode", "request" (both), "memory".
+    missing  the reason given where ``of`` finds nothing in any request.
+    of       the value of one request, None where it has none.
+    """
+
+    stage: str
+    missing: str
+    of: Of
 
 
 def _number(value: float) -> str:
@@ -138,137 +145,142 @@ def _itl(r: Request, _d: DeviceInfo | None, _m: ModelInfo | None) -> float | Non
     return statistics.median(r.itl_ms) if r.itl_ms else None
 
 
+class _Time(Metric, frozen=True, kw_only=True):
+    unit: str = "ms"
+    better: str | None = "lower"
+
+
+class _Rate(Metric, frozen=True, kw_only=True):
+    unit: str = "tok/s"
+    better: str | None = "higher"
+
+
+class _Share(Metric, frozen=True, kw_only=True):
+    unit: str = "1"
+    better: str | None = "higher"
+
+
+class _Bytes(Metric, frozen=True, kw_only=True):
+    unit: str = "B"
+    better: str | None = "lower"
+
+
+_NO_PREFILL: Final = "no prefill was timed"
+_NO_STEP: Final = "no decode step was made"
+_TWO_TOKENS: Final = "needs at least two output tokens"
+_NO_PEAKS: Final = "no peaks were measured"
+_NO_COUNTER: Final = "this device has no counter for it"
+_PEAK: Final = "high-water mark of the stage, reset before it; from a pass with only this policy resident, if one was made"
+
 _ALL: Final = (
-    Metric(
+    _Time(
         id="e2e_ms",
         name="End-to-end time",
         short="E2E",
-        unit="ms",
-        better="lower",
         formula="request arrival → last token; TTFT + hand-off + (N − 1) · TPOT at batch 1",
         why="What the caller waits for in all; the primary endpoint of a comparison.",
         stage="request",
         missing="no request ended",
         of=lambda r, d, m: r.e2e_ms,
     ),
-    Metric(
+    _Time(
         id="ttft_ms",
         name="Time to first token",
         short="TTFT",
-        unit="ms",
-        better="lower",
         formula="request arrival → first token = queue + tokenize + prefill",
         why="How long nothing is seen; grows with the prompt.",
         stage="prefill",
         missing="no first token was made",
         of=lambda r, d, m: r.ttft_ms,
     ),
-    Metric(
+    _Time(
         id="prefill_ms",
         name="Prefill time",
         short="prefill",
-        unit="ms",
-        better="lower",
         formula="device time of the one pass over the prompt, until the first token is chosen",
         why="The compute-bound stage alone, without queue and tokenizer.",
         stage="prefill",
-        missing="no prefill was timed",
+        missing=_NO_PREFILL,
         of=lambda r, d, m: r.prefill_ms,
     ),
-    Metric(
+    _Rate(
         id="prefill_tokens_per_s",
         name="Prefill rate",
         short="pp tok/s",
-        unit="tok/s",
-        better="higher",
         formula="real prompt tokens / prefill time; padding is not counted",
         why="Prompt throughput, comparable between prompt lengths (llama-bench: pp).",
         stage="prefill",
-        missing="no prefill was timed",
+        missing=_NO_PREFILL,
         of=_prefill_rate,
     ),
-    Metric(
+    _Share(
         id="prefill_mfu",
         name="Model FLOPs utilization of prefill",
         short="MFU",
-        unit="1",
-        better="higher",
         formula="Σ over dtypes (FLOPs in that dtype / measured peak of that dtype) / prefill time",
         why="How much of the arithmetic this device can do was used; each dtype against its own peak.",
         stage="prefill",
         missing="no compute peak of every dtype used was measured",
         of=_mfu,
     ),
-    Metric(
+    _Share(
         id="prefill_explained",
         name="Explained share of prefill",
         short="expl P",
-        unit="1",
-        better="higher",
         formula="Σ over operators max(bytes / read peak, FLOPs / peak of its dtype) / prefill time",
         why="How much of the time is hardware limit; the rest is engine, and no statement about precision.",
         stage="prefill",
-        missing="no peaks were measured",
+        missing=_NO_PEAKS,
         of=lambda r, d, m: _over(r.prefill_bound_ms, r.prefill_ms),
     ),
-    Metric(
+    _Time(
         id="tpot_ms",
         name="Time per output token",
         short="TPOT",
-        unit="ms",
-        better="lower",
         formula="(t_last − t_first) / (N − 1), one value a request, null for N < 2",
         why="How fast the answer flows once it has begun.",
         stage="decode",
-        missing="needs at least two output tokens",
+        missing=_TWO_TOKENS,
         of=_tpot,
     ),
-    Metric(
+    _Time(
         id="decode_step_ms",
         name="Decode step",
         short="step",
-        unit="ms",
-        better="lower",
         formula="device time of decode / number of single-token passes",
         why="The bandwidth-bound step that bytes per step is divided by.",
         stage="decode",
-        missing="no decode step was made",
+        missing=_NO_STEP,
         of=lambda r, d, m: _steps_ms(r),
     ),
-    Metric(
+    _Time(
         id="itl_ms",
         name="Inter-token latency",
         short="ITL",
-        unit="ms",
-        better="lower",
         formula="every gap between consecutive tokens; a distribution (a request's value is its median)",
         why="Shows stutter that a mean hides.",
         stage="decode",
-        missing="no decode step was made",
+        missing=_NO_STEP,
         of=_itl,
     ),
-    Metric(
+    _Rate(
         id="decode_tokens_per_s",
         name="Decode rate",
         short="tg tok/s",
-        unit="tok/s",
-        better="higher",
         formula="Σ over rows (N − 1) / decode time",
         why="Tokens made a second by the whole batch (llama-bench: tg).",
         stage="decode",
-        missing="needs at least two output tokens",
+        missing=_TWO_TOKENS,
         of=_decode_rate,
     ),
-    Metric(
+    _Bytes(
         id="bytes_per_step",
         name="Bytes per decode step",
         short="B/step",
-        unit="B",
-        better="lower",
         formula="stored bytes that one step must read: packed weights, scales, zero points, head, one embedding row a token, KV at its length",
         why="What quantization is for in decode: time can fall no faster than this.",
         stage="decode",
-        missing="no decode step was made",
+        missing=_NO_STEP,
         of=lambda r, d, m: r.bytes_per_step,
     ),
     Metric(
@@ -280,91 +292,77 @@ _ALL: Final = (
         formula="bytes per step / mean device time of a decode step",
         why="Whether decode runs at memory speed. Fewer bytes at the same time lower it: not good or bad alone.",
         stage="decode",
-        missing="no decode step was made",
+        missing=_NO_STEP,
         of=_bandwidth,
     ),
-    Metric(
+    _Share(
         id="mbu",
         name="Memory bandwidth utilization",
         short="MBU",
-        unit="1",
-        better="higher",
         formula="achieved bandwidth / measured read peak of this device; over 100 %: fits in cache, or the census is wrong",
         why="How near decode is to the memory's limit.",
         stage="decode",
         missing="no read peak was measured",
         of=_mbu,
     ),
-    Metric(
+    _Share(
         id="decode_explained",
         name="Explained share of decode",
         short="expl D",
-        unit="1",
-        better="higher",
         formula="Σ over operators max(bytes / read peak, FLOPs / peak of its dtype) / time, mean step",
         why="Below one half the engine is measured, not the precision.",
         stage="decode",
-        missing="no peaks were measured",
+        missing=_NO_PEAKS,
         of=lambda r, d, m: _over(r.decode_bound_ms, _steps_ms(r)),
     ),
-    Metric(
+    _Time(
         id="handoff_ms",
         name="Hand-off",
         short="hand-off",
-        unit="ms",
-        better="lower",
         formula="conversion of the KV cache between prefill and decode; in no other number but E2E",
         why="The price of two KV formats; 0 where nothing is converted.",
         stage="request",
         missing="no hand-off was timed",
         of=lambda r, d, m: r.handoff_ms,
     ),
-    Metric(
+    _Time(
         id="gap_ms",
         name="Gap between requests",
         short="gap",
-        unit="ms",
-        better="lower",
         formula="end of the last request → start of this one",
         why="What switching to another resident policy costs.",
         stage="request",
         missing="no request followed another",
         of=lambda r, d, m: r.gap_ms,
     ),
-    Metric(
+    _Bytes(
         id="prefill_peak_bytes",
         name="Peak memory in prefill",
         short="peak P",
-        unit="B",
-        better="lower",
-        formula="high-water mark of the stage, reset before it; from a pass with only this policy resident, if one was made",
+        formula=_PEAK,
         why="Decides whether a prompt fits.",
         stage="memory",
-        missing="this device has no counter for it",
+        missing=_NO_COUNTER,
         of=lambda r, d, m: r.prefill_peak_bytes,
     ),
-    Metric(
+    _Bytes(
         id="decode_peak_bytes",
         name="Peak memory in decode",
         short="peak D",
-        unit="B",
-        better="lower",
-        formula="high-water mark of the stage, reset before it; from a pass with only this policy resident, if one was made",
+        formula=_PEAK,
         why="Decides how many requests fit.",
         stage="memory",
-        missing="this device has no counter for it",
+        missing=_NO_COUNTER,
         of=lambda r, d, m: r.decode_peak_bytes,
     ),
-    Metric(
+    _Bytes(
         id="steady_bytes",
         name="Steady memory",
         short="steady",
-        unit="B",
-        better="lower",
         formula="median of memory held over the last third of decode",
         why="What stays occupied while tokens flow.",
         stage="memory",
-        missing="this device has no counter for it",
+        missing=_NO_COUNTER,
         of=lambda r, d, m: r.steady_bytes,
     ),
 )
