@@ -29,6 +29,7 @@ from pdq_tui.core.protocol import (
 )
 from pdq_tui.core.stats import Ratio, Summary
 from pdq_tui.core.workload import Workload
+from pdq_tui.host.runs import Run
 from pdq_tui.host.view import ArmView, EngineView, NoteView, Point, SessionView
 
 GIB = 1024**3
@@ -247,10 +248,11 @@ def starting_view(**changes: Any) -> SessionView:
 
 
 class FakeSession:
-    """Has LiveSession's face. ``calls`` lists what it was asked for; ``picture`` is what it shows."""
+    """Has LiveSession's face, ``run`` included. ``calls`` lists what it was asked for; ``picture`` is what it shows."""
 
     def __init__(self, picture: SessionView | None = None) -> None:
         self.picture = picture or make_view()
+        self.run = Run(self.picture.run_id, Path(self.picture.run_dir), {"id": self.picture.run_id})
         self.calls: list[tuple[Any, ...]] = []
         self.recorded: list[Any] = []
         self.closed = False
@@ -286,6 +288,9 @@ class FakeSession:
         fields = {name: getattr(old, name) for name in old.__dataclass_fields__}
         arms[arm] = ArmView(**(fields | {"wanted": policy, "pending": True}))
         self.change(arms=arms)
+
+    def set_workload(self, workload: Workload) -> None:
+        self.calls.append(("set_workload", workload))
 
     def select(self, arm: str) -> None:
         self.calls.append(("select", arm))

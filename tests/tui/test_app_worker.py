@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_views import BASE, STAGED
+from fake_views import BASE, STAGED, FakeSession
 from textual.pilot import Pilot
 
 from pdq_tui.core.protocol import Load
@@ -26,6 +26,16 @@ async def until(pilot: Pilot[Any], what: Callable[[], bool], seconds: float = 30
     while not what():
         assert time.monotonic() < end, "waited too long"
         await pilot.pause(0.05)
+
+
+def test_the_fake_session_has_the_face_of_the_real_one(tmp_path: Path) -> None:
+    real = LiveSession(new_run(tmp_path))
+    face = {name for name in dir(real) if not name.startswith("_")}
+    inner = {"journal", "supervisor", "session", "reference"}
+    assert face - inner <= set(dir(FakeSession()))
+    assert {name for name in dir(real.run) if not name.startswith("_")} <= set(dir(FakeSession().run))
+    real.session.close()
+    real.journal.close()
 
 
 async def test_S02_worker_is_started_stopped_and_replaced_from_key_presses(
