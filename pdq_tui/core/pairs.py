@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from pdq_tui.core.arms import unequal_work
 from pdq_tui.core.metrics import METRICS, PRIMARY, RATIO_METRICS
@@ -145,9 +146,8 @@ def ratios(
         told = (conditions or {}).get(arm) or _launch_bound(current, reference, arm)
         unequal = None if told else _unequal(current, reference, arm)
         blocked = {m: told or (unequal if m == PRIMARY else None) for m in metrics}
-        given = {m: _given(f) for m, f in (floors or {}).items()}
         rows += _arm_ratios(
-            blocks, reference, arm, min_effect, provisional, device, model, metrics, blocked, given
+            blocks, reference, arm, min_effect, provisional, device, model, metrics, blocked, floors or {}
         )
     return rows
 
@@ -207,7 +207,7 @@ def _arm_ratios(
     model: ModelInfo | None,
     metrics: Sequence[str],
     blocked: Mapping[str, str | None],
-    given: Mapping[str, Interval | None],
+    floors: Mapping[str, float | None],
 ) -> list[Ratio]:
     logs = {
         m: [
@@ -217,7 +217,6 @@ def _arm_ratios(
         ]
         for m in metrics
     }
-    found = {m: [ours - theirs for ours, theirs in pairs] for m, pairs in logs.items()}
     # Whichever side was run again as its own rival: the half-width is the same seen from either.
     rival = next((a for a in (reference, arm) if any((a, True) in b for b in blocks)), None)
     control = {
@@ -226,15 +225,17 @@ def _arm_ratios(
         else differences(blocks, m, rival, rival, control=True, device=device, model=model)
         for m in metrics
     }
-    words = (
-        _live_words(found, control, given, min_effect)
-        if provisional
-        else _words(found, control, given, min_effect, ALPHA)
+    seen = _Seen(
+        {m: [ours - theirs for ours, theirs in pairs] for m, pairs in logs.items()},
+        control,
+        {m: _given(f) for m, f in floors.items()},
+        min_effect,
     )
+    words = _live_words(seen) if provisional else _words(seen, ALPHA)
     rows = []
     for metric in metrics:
-        d = found[metric]
-        interval, floor = block_interval(d), block_interval(control[metric]) or given.get(metric)
+        d = seen.found[metric]
+        interval, floor, delta = block_interval(d), seen.floor(metric), seen.delta(metric)
         word, reason = words[metric], blocked[metric]
         if reason is not None or interval is None:
             word = UNSURE
@@ -242,7 +243,7 @@ def _arm_ratios(
         elif provisional and len(d) < LOOKS[0]:
             reason = f"{len(d)} of {LOOKS[0]} blocks"
         elif word == UNSURE:
-            reason = unsure_reason(interval, threshold(min_effect, floor), min_effect)
+            reason = unsure_reason(interval, delta, min_effect)
         rows.append(
             Ratio(
                 reference=reference,
@@ -252,7 +253,7 @@ def _arm_ratios(
                 ci95=None if interval is None else (math.exp(interval.low), math.exp(interval.high)),
                 judgement=word,
                 blocks=len(d),
-                threshold=threshold(min_effect, floor),
+                threshold=delta,
                 noise_floor=None if floor is None else math.expm1(floor.half_width),
                 provisional=provisional and len(d) not in LOOKS,
                 reason=reason,
@@ -262,45 +263,50 @@ def _arm_ratios(
     return rows
 
 
-def _live_words(
-    found: Mapping[str, Sequence[float]],
-    control: Mapping[str, Sequence[float]],
-    given: Mapping[str, Interval | None],
-    min_effect: float,
-) -> dict[str, str]:
+@dataclass(frozen=True)
+class _Seen:
+    """By metric: the block differences of two arms, those of a side against itself, and the run's own floor for where
+    no side was."""
+
+    found: Mapping[str, Sequence[float]]
+    control: Mapping[str, Sequence[float]]
+    given: Mapping[str, Interval | None]
+    min_effect: float
+
+    def until(self, look: int) -> _Seen:
+        """What was known after ``look`` blocks; without the metrics that have fewer."""
+        found = {m: d[:look] for m, d in self.found.items() if len(d) >= look}
+        return replace(self, found=found, control={m: self.control[m][:look] for m in found})
+
+    def floor(self, metric: str) -> Interval | None:
+        return block_interval(self.control[metric]) or self.given.get(metric)
+
+    def delta(self, metric: str) -> float:
+        return threshold(self.min_effect, self.floor(metric))
+
+
+def _live_words(seen: _Seen) -> dict[str, str]:
     """The words at the planned looks: the first look that decides a metric decides it."""
-    words = dict.fromkeys(found, UNSURE)
+    words = dict.fromkeys(seen.found, UNSURE)
     for look in LOOKS:
-        ready = {m: d[:look] for m, d in found.items() if len(d) >= look}
-        if not ready:
-            break
-        seen = _words(ready, {m: control[m][:look] for m in ready}, given, min_effect, LOOK_ALPHA)
-        for metric, word in seen.items():
+        for metric, word in _words(seen.until(look), LOOK_ALPHA).items():
             if words[metric] == UNSURE:
                 words[metric] = word
     return words
 
 
-def _words(
-    found: Mapping[str, Sequence[float]],
-    control: Mapping[str, Sequence[float]],
-    given: Mapping[str, Interval | None],
-    min_effect: float,
-    alpha: float,
-) -> dict[str, str]:
+def _words(seen: _Seen, alpha: float) -> dict[str, str]:
     """Judgement of each metric: the primary at ``alpha``, the others at Holm's levels."""
     words: dict[str, str] = {}
 
     def one(metric: str, level: float) -> tuple[str, Interval | None]:
-        interval = block_interval(found[metric], level)
-        delta = threshold(min_effect, block_interval(control[metric]) or given.get(metric))
-        word = judge(interval, delta, METRICS[metric].better)
-        return careful(word, delta, min_effect), interval
+        interval, delta = block_interval(seen.found[metric], level), seen.delta(metric)
+        return careful(judge(interval, delta, METRICS[metric].better), delta, seen.min_effect), interval
 
-    if PRIMARY in found:
+    if PRIMARY in seen.found:
         words[PRIMARY] = one(PRIMARY, alpha)[0]
-    rest = [m for m in found if m != PRIMARY]
-    p = [two_sided_p(block_interval(found[m]), found[m]) for m in rest]
+    rest = [m for m in seen.found if m != PRIMARY]
+    p = [two_sided_p(block_interval(seen.found[m]), seen.found[m]) for m in rest]
     levels = holm_alphas(p, alpha)
     stopped = False
     for i in sorted(range(len(rest)), key=lambda i: p[i]):
