@@ -14,6 +14,8 @@ from typing import Protocol
 
 import psutil
 
+from pdq_tui.core.cgroups import Memory, own_memory
+
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 SAMPLE_S = 0.02
@@ -100,33 +102,21 @@ def rss_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def _cgroup_number(*names: str) -> int | None:
-    for name in names:
-        try:
-            text = (Path("/sys/fs/cgroup") / name).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            return int(text)
-    return None
+def host_memory() -> Memory:
+    """The machine's memory, narrowed by this process's cgroups."""
+    machine = psutil.virtual_memory()
+    return own_memory(Memory(int(machine.total), int(machine.available)))
 
 
 def host_total_bytes() -> int:
-    """The machine's memory, or the cgroup's limit where that is smaller."""
-    total = int(psutil.virtual_memory().total)
-    limit = _cgroup_number("memory.max", "memory/memory.limit_in_bytes")
-    return min(total, limit) if limit else total
+    """The machine's memory, or the tightest cgroup's limit where that is smaller."""
+    return host_memory().total
 
 
 def host_free_bytes() -> int:
-    """What can still be taken without swapping: available memory, or the rest of the cgroup's or this process's own
+    """What can still be taken without swapping: available memory, or the rest of a cgroup's or this process's own
     limit (ulimit -v, -d) where that is smaller."""
-    free = int(psutil.virtual_memory().available)
-    limit = _cgroup_number("memory.max", "memory/memory.limit_in_bytes")
-    used = _cgroup_number("memory.current", "memory/memory.usage_in_bytes")
-    # A v1 root cgroup reports a limit near 2^63, larger than the machine: no limit.
-    if limit and used is not None and limit < int(psutil.virtual_memory().total):
-        free = min(free, max(0, limit - used))
+    free = host_memory().available
     for number, key in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         limit, used = resource.getrlimit(number)[0], status_bytes(key)
         if limit != resource.RLIM_INFINITY and used is not None:

@@ -8,84 +8,18 @@ memory_*       of the tightest cgroup limit where there is one, else of the mach
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
+from pdq_tui.core.cgroups import Memory, own_memory
 from pdq_tui.core.cpus import usable_cpus
 from pdq_tui.core.protocol import CpuSample
 
 #: Frequency and temperature read one file per core or chip, which is not cheap on large machines.
 SLOW_S: Final = 2.0
-CGROUPS: Final = Path("/sys/fs/cgroup")
 #: Chips of psutil.sensors_temperatures() that are the processor's own, in order of preference.
 _CHIPS: Final = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
-
-
-@dataclass(frozen=True)
-class Memory:
-    total: int
-    available: int
-
-
-def cgroup_directories(membership: str, root: Path) -> list[tuple[Path, int]]:
-    """(directory, cgroup version) of the memory cgroups that bind a process, innermost first up to the root.
-
-    ``membership``: text of /proc/self/cgroup. In a container the named directory may not be visible; the root, which
-    then is the container's own, always is looked at.
-    """
-    found: list[tuple[Path, int]] = []
-    for line in membership.splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            base, version = root, 2
-        elif "memory" in controllers.split(","):
-            base, version = root / "memory", 1
-        else:
-            continue
-        inner = base / path.lstrip("/")
-        while inner != base and base in inner.parents:
-            found.append((inner, version))
-            inner = inner.parent
-        found.append((base, version))
-    return found
-
-
-def cgroup_memory(membership: str, root: Path, machine: Memory) -> Memory:
-    """``machine`` narrowed by each cgroup limit. Page cache that can be given back counts as available."""
-    total, available = machine.total, machine.available
-    for directory, version in cgroup_directories(membership, root):
-        names = (
-            ("memory.max", "memory.current")
-            if version == 2
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        )
-        limit, used = (_number(directory / name) for name in names)
-        if limit is None or used is None or limit >= machine.total:
-            continue
-        key = "inactive_file" if version == 2 else "total_inactive_file"
-        free = max(0, limit - used + _stat(directory / "memory.stat", key))
-        total, available = min(total, limit), min(available, free)
-    return Memory(total, available)
-
-
-def _number(path: Path) -> int | None:
-    """None where there is no such file, or it says "max"."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _stat(path: Path, key: str) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(value) for name, value in (line.split() for line in lines) if name == key), 0)
 
 
 class CpuReader:
@@ -97,10 +31,6 @@ class CpuReader:
         self._gone: str | None = "the engine has not started"
         self._engine: tuple[float, float] | None = None  # (wall s, CPU s) at the last reading
         self._first = True
-        try:
-            self._membership = Path("/proc/self/cgroup").read_text()
-        except OSError:  # no cgroups here: the machine's memory is the limit
-            self._membership = ""
         self._slow_at = -SLOW_S
         self._cpus, self._cpus_at = 1.0, -SLOW_S
         self._slow: dict[str, float] = {}
@@ -126,7 +56,7 @@ class CpuReader:
             sample.load = load
         self._first = False
         machine = psutil.virtual_memory()
-        memory = cgroup_memory(self._membership, CGROUPS, Memory(machine.total, machine.available))
+        memory = own_memory(Memory(machine.total, machine.available))
         sample.memory_total_bytes, sample.memory_available_bytes = memory.total, memory.available
         self._read_engine(sample)
         self._read_slow(sample)

@@ -14,6 +14,7 @@ import torch
 from fake_device import FakeDevice
 
 from pdq_tui.core import protocol as p
+from pdq_tui.core.cgroups import own_memory
 from pdq_tui.core.cpus import cpu_quota, quota_v1, quota_v2
 from pdq_tui.engine import faults, memory
 from pdq_tui.engine import peaks as peaks_module
@@ -169,6 +170,20 @@ def test_S06_faults_say_stage_wanted_and_free(error: Exception, kind: str, wante
     assert "decode, step 5" in found.message
     if kind == "oom":
         assert found.free_bytes == 9900
+
+
+def test_S06_the_limit_of_an_outer_cgroup_is_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service's limit stands on a cgroup around ours, not at the root."""
+    inner = tmp_path / "service" / "job"
+    inner.mkdir(parents=True)
+    (tmp_path / "service" / "memory.max").write_text("50000000\n")
+    (tmp_path / "service" / "memory.current").write_text("20000000\n")
+    own = tmp_path / "membership"
+    own.write_text("0::/service/job\n")
+    monkeypatch.setattr(memory, "own_memory", lambda machine: own_memory(machine, tmp_path, own))
+    assert (memory.host_total_bytes(), memory.host_free_bytes()) == (50_000_000, 30_000_000)
 
 
 def test_S06_a_limit_on_this_process_is_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from fake_nvml.sensors_process import sensors
 
 from pdq_tui.core import cpus
+from pdq_tui.core.cgroups import Memory, cgroup_memory, own_memory
 from pdq_tui.core.protocol import (
     Dropped,
     Hello,
@@ -25,7 +26,7 @@ from pdq_tui.core.protocol import (
 )
 from pdq_tui.errors import PdqError
 from pdq_tui.sensors.channel import Channel
-from pdq_tui.sensors.cpu import CpuReader, Memory, cgroup_memory
+from pdq_tui.sensors.cpu import CpuReader
 
 
 @pytest.fixture
@@ -214,6 +215,10 @@ def test_a_container_that_hides_its_own_cgroup_path_is_read_at_the_root(tmp_path
     (tmp_path / "memory.max").write_text("800\n")
     (tmp_path / "memory.current").write_text("100\n")
     assert cgroup_memory("0::/not/visible\n", tmp_path, MACHINE) == Memory(800, 600)
+
+
+def test_without_cgroups_the_machine_is_the_limit(tmp_path):
+    assert own_memory(MACHINE, tmp_path, tmp_path / "missing") == MACHINE
 
 
 def test_encoded_samples_hold_no_numbers_where_nothing_was_read():
