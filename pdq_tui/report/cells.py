@@ -8,6 +8,7 @@ from pdq_tui.core.metrics import METRICS, Metric
 from pdq_tui.core.stats import BETTER, WORSE, Summary
 from pdq_tui.store.compare import Row
 from pdq_tui.store.figures import FIGURES, Figure
+from pdq_tui.store.setup import MEMORY
 
 ARROWS: Final = {"better": "", "worse": "", "same": "= ", "unsure": "? "}
 
@@ -56,8 +57,9 @@ def delta_interval_text(row: Row) -> str:
 
 
 def interval_text(row: Row) -> str:
+    """The interval; for one number a side what that number is, for medians and what has too few blocks a dash."""
     if row.ci95 is None:
-        return row.method if row.method != "medians" else "–"
+        return row.method if row.group == MEMORY else "–"
     low, high = row.ci95
     return f"[{low:+.1f}, {high:+.1f}]"
 

@@ -16,6 +16,7 @@ from pdq_tui.report.cells import (
     interval_text,
     judgement_text,
     percent_text,
+    signed,
     value_text,
 )
 from pdq_tui.report.page import Formula, Page, Table
@@ -284,7 +285,7 @@ def _ratio_tables(doc: Json) -> list[Table]:
         return []
     table = Table(
         title=f"against {rows[0].get('reference')}",
-        columns=["arm", "metric", "ratio", "95 % CI", "noise floor", "blocks", "judgement"],
+        columns=["arm", "metric", "ratio", "95 % CI", DELTA, "noise floor", "blocks", "judgement"],
         rows=[],
         left=2,
     )
@@ -296,6 +297,7 @@ def _ratio_tables(doc: Json) -> list[Table]:
                 about(r["metric"]).short,
                 MISSING if r.get("ratio") is None else f"×{r['ratio']:.3f}",
                 MISSING if not ci else f"[{ci[0]:.3f}, {ci[1]:.3f}]",
+                _difference(r),
                 MISSING if floor is None else f"{floor * 100:.1f} %",
                 str(r.get("blocks", MISSING)),
                 f"{ARROWS.get(word, '')}{word}",
@@ -304,8 +306,16 @@ def _ratio_tables(doc: Json) -> list[Table]:
     for arm in dict.fromkeys(r["arm"] for r in rows):
         mine = [(about(r["metric"]).short, r.get("judgement_reason")) for r in rows if r["arm"] == arm]
         table.footer += [f"{arm}: {line}" for line in _by_reason(mine)]
-    table.footer.append("ratio is arm / reference of the metric as named: a time ratio below 1 is faster")
+    table.footer.append(
+        "ratio is arm / reference of the metric as named: a time ratio below 1 is faster; Δ is the reference's geometric "
+        "mean over the blocks × (ratio − 1)"
+    )
     return [table]
+
+
+def _difference(r: Json) -> str:
+    value, entry = r.get("difference"), about(r["metric"])
+    return MISSING if value is None else f"{signed(r['metric'], value)} {entry.shown_unit}".rstrip()
 
 
 # -- what both have ----------------------------------------------------------------------------------------------------

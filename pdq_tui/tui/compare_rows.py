@@ -150,7 +150,7 @@ def percent_text(row: Row) -> str:
 
 def interval_text(row: Row) -> str:
     if row.ci95 is None:
-        return row.method if row.percent is not None or row.delta is not None else "-"
+        return row.method if row.group != "speed" and row.delta is not None else "-"
     return f"[{row.ci95[0]:+.1f}, {row.ci95[1]:+.1f}]"
 
 

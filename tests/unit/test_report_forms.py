@@ -135,6 +135,18 @@ def test_X01_a_comparisons_nulls_have_reasons(comparison: Comparison) -> None:
             assert row[side]["median"] is not None or row[side]["median_reason"]
 
 
+def test_a_timed_row_without_an_interval_says_so_and_why(
+    tmp_path: Path, make_run: Any, meta: dict[str, Any]
+) -> None:
+    """One block: the column of the interval holds no method's name, which reads as if it were an exact number."""
+    events = make_run({"bf16": (100, 50), "int4": (180, 26)}, blocks=1, solo=False).events()
+    paths = [snapshot.save(tmp_path / meta["id"], events, arm, meta=meta) for arm in ("bf16", "int4")]
+    lines = render(compare([snapshot.load(path) for path in paths])).splitlines()
+    tpot = next(line for line in lines if line.startswith("TPOT"))
+    assert "bootstrap" not in tpot and "paired" not in tpot and "? unsure" in tpot
+    assert any("TPOT" in line and "independent units" in line for line in lines)
+
+
 def test_an_unknown_format_is_named(document: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'pdf' is not a format") as caught:
         render(document, "pdf")
