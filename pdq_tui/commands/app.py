@@ -38,6 +38,7 @@ def app_(
     chat_template: flags.ChatTemplate = None,
     beyond_positions: flags.Beyond = False,
     seed: flags.Seed = None,
+    min_effect: flags.MinEffect = None,
     device: flags.Device = None,
     gpu: flags.Gpu = None,
     threads: flags.Threads = None,
@@ -67,7 +68,11 @@ def app_(
     ] = False,
     readonly: Annotated[
         bool,
-        typer.Option("--readonly", help="Load the model, but start no workload by itself."),
+        typer.Option(
+            "--readonly",
+            help="Look only: the model is loaded, nothing is started, switched or applied, and no file is written but "
+            "what you export, copy or picture (and caches).",
+        ),
     ] = False,
     directory: flags.RunsDir = None,
 ) -> None:
@@ -82,6 +87,7 @@ def app_(
             "workload.chat_template": ("--chat-template", chat_template),
             "workload.seed": ("--seed", seed),
             "run.dir": ("--dir", directory),
+            "run.min_effect": ("--min-effect", flags.share_of(min_effect)),
             "engine.device": ("--device", device),
             "engine.gpu": ("--gpu", gpu),
             "engine.threads": ("--threads", threads),
@@ -108,7 +114,7 @@ def app_(
     from pdq_tui.tui.app import Options, PdqApp
 
     runs = runs_dir(loaded)
-    log_to_file()
+    log_to_file(keep=not readonly)
     options = Options(
         runs_dir=runs,
         load=load,
@@ -120,9 +126,10 @@ def app_(
         ascii=True if s.screen.ascii else None,
         theme=None if s.screen.theme == "auto" else s.screen.theme,
         readonly=readonly,
+        min_effect=s.run.min_effect,
         keys=dict(s.keys),
     )
-    run = new_run(runs, sys.argv, seed=workload.seed)
+    run = new_run(runs, sys.argv, seed=workload.seed, in_memory=readonly)
     session = LiveSession(run, min_effect=s.run.min_effect)
     try:
         code = PdqApp(session, options).run(mouse=s.screen.mouse)
@@ -130,7 +137,8 @@ def app_(
         session.close()
     if session.journal.text:
         say(f"{session.journal.text}", level=-1)
-    say(f"the run is kept in {run.place}")
+    if not readonly:
+        say(f"the run is kept in {run.place}")
     raise typer.Exit(1 if code is None else code)
 
 

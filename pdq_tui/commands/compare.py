@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pdq_tui.commands import flags
-from pdq_tui.commands.common import ascii_only, emit, fraction, runs_dir, say, settings
+from pdq_tui.commands.common import ascii_only, emit, runs_dir, say, settings
 from pdq_tui.commands.gate import JUDGED, watched
 from pdq_tui.errors import GATE, OK, UsageError
 
@@ -31,10 +31,7 @@ def compare(
     diff_only: Annotated[
         bool, typer.Option("--diff-only", help="Only what is better or worse (table and md).")
     ] = False,
-    min_effect: Annotated[
-        str | None,
-        typer.Option("--min-effect", metavar="SHARE", help="Smallest difference that counts, e.g. 1%. [1%]"),
-    ] = None,
+    min_effect: flags.MinEffect = None,
     fail_on: Annotated[
         str | None,
         typer.Option(
@@ -59,8 +56,9 @@ def compare(
         raise UsageError(
             "a comparison needs a reference and at least one candidate", "`pdq-tui snapshots list`"
         )
-    share = None if min_effect is None else fraction(min_effect, "--min-effect")
-    loaded = settings({"run.min_effect": ("--min-effect", share), "run.dir": ("--dir", directory)})
+    loaded = settings(
+        {"run.min_effect": ("--min-effect", flags.share_of(min_effect)), "run.dir": ("--dir", directory)}
+    )
     from pdq_tui.commands.stored import snapshot_path
     from pdq_tui.report.tables import render
     from pdq_tui.store.compare import compare as compare_snapshots

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from pdq_tui import locations
-from pdq_tui.commands.common import say
+from pdq_tui.commands.common import fraction, say
 from pdq_tui.config import Settings
 from pdq_tui.core.prompts import read_prompts
 from pdq_tui.core.protocol import Load
@@ -89,10 +89,19 @@ Trust = Annotated[
 Revision = Annotated[
     str | None, typer.Option("--revision", metavar="REV", help="Branch, tag or commit of a hub model.")
 ]
+MinEffect = Annotated[
+    str | None,
+    typer.Option("--min-effect", metavar="SHARE", help="Smallest difference that counts, e.g. 1%. [1%]"),
+]
 RunsDir = Annotated[
     str | None,
     typer.Option("--dir", metavar="DIR", help="Where the run is kept, in place of the state directory."),
 ]
+
+
+def share_of(min_effect: str | None) -> float | None:
+    """``--min-effect`` as a fraction, None where it was not given. Raises UsageError."""
+    return None if min_effect is None else fraction(min_effect, "--min-effect")
 
 
 def workload_of(settings: Settings, *, beyond_positions: bool = False) -> Workload:

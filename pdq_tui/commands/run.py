@@ -83,10 +83,7 @@ def run(
             "Unsure never fails, and is said.",
         ),
     ] = None,
-    min_effect: Annotated[
-        str | None,
-        typer.Option("--min-effect", metavar="SHARE", help="Smallest difference that counts, e.g. 1%. [1%]"),
-    ] = None,
+    min_effect: flags.MinEffect = None,
     device: flags.Device = None,
     gpu: flags.Gpu = None,
     threads: flags.Threads = None,
@@ -96,7 +93,6 @@ def run(
     directory: flags.RunsDir = None,
 ) -> None:
     gated = watched(fail_on, TIMED)
-    from pdq_tui.commands.common import fraction
 
     loaded = settings(
         {
@@ -108,10 +104,7 @@ def run(
             "workload.seed": ("--seed", seed),
             "run.blocks": ("--blocks", blocks),
             "run.budget": ("--budget", budget),
-            "run.min_effect": (
-                "--min-effect",
-                None if min_effect is None else fraction(min_effect, "--min-effect"),
-            ),
+            "run.min_effect": ("--min-effect", flags.share_of(min_effect)),
             "run.dir": ("--dir", directory),
             "engine.device": ("--device", device),
             "engine.gpu": ("--gpu", gpu),

@@ -41,7 +41,7 @@ LIBRARIES: Final = (
 
 @dataclass
 class Run:
-    """One run on disk. ``in_memory``: no directory could be made; ``path`` is then where it would have been.
+    """One run on disk. ``in_memory``: no directory was wanted or could be made; ``path`` is then where it would have been.
 
     ``text`` is what the person must know about where it is kept; empty when it is where it was asked for.
     """
@@ -112,8 +112,10 @@ def new_run(
     *,
     seed: int = 0,
     extra: dict[str, Any] | None = None,
+    in_memory: bool = False,
 ) -> Run:
-    """Make ``<parent>/<utc>-<4hex>/`` with its meta.json. ``parent`` defaults to the runs directory.
+    """Make ``<parent>/<utc>-<4hex>/`` with its meta.json. ``parent`` defaults to the runs directory. With
+    ``in_memory`` nothing is made, because nobody wants it to be.
 
     A place that cannot be written degrades to a temporary directory, and that to memory; ``Run.text`` says so.
     """
@@ -121,6 +123,8 @@ def new_run(
     run_id = f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
     meta = {**_meta(run_id, now, argv, seed), **(extra or {})}
     wanted = (parent or locations.runs_dir()) / run_id
+    if in_memory:
+        return Run(run_id, wanted, meta, in_memory=True)
     error = _make(wanted, meta)
     if error is None:
         return Run(run_id, wanted, meta)

@@ -65,6 +65,7 @@ class Options:
     load, a, b, workload  what to start; without ``load`` the session is taken as it is (a replay).
     fps        refreshes of the numbers a second; None: 2; 0: never by itself.
     marker     auto, braille, block, ascii. ascii: None finds out from the terminal.
+    readonly   look only: see ``keys.CHANGING``. min_effect: the least relative difference that matters.
     keys       binding id → keys, replacing the built-in ones.
     """
 
@@ -78,6 +79,7 @@ class Options:
     ascii: bool | None = None
     theme: str | None = None
     readonly: bool = False
+    min_effect: float = 0.01
     keys: dict[str, str] = field(default_factory=dict)
 
 
@@ -127,6 +129,8 @@ class PdqApp(App[int]):
         self.session = session
         self.options = options
         self.runs_dir = options.runs_dir
+        self.readonly = options.readonly
+        self.min_effect = options.min_effect
         self.fps = _DEFAULT_FPS if options.fps is None else options.fps
         self.marker = start_marker(options.marker, self.ascii, os.environ)
         self.fetching: TaskView | None = None
@@ -183,7 +187,7 @@ class PdqApp(App[int]):
         a, b = self.options.a, self.options.b
         if a is None or b is None:
             raise ValueError("a model was given without policies for both arms")
-        self.session.start(load, a, b, self.options.workload, loop=not self.options.readonly)
+        self.session.start(load, a, b, self.options.workload, loop=not self.readonly)
 
     @work(thread=True, group="fetch")
     def _fetch_demo(self, load: Load) -> None:
@@ -273,7 +277,9 @@ class PdqApp(App[int]):
         folder = Path(self.session.view().run_dir)
         for arm in arms:
             try:
-                path = snapshot.save(folder, self.session.events(), arm, note=note)
+                path = snapshot.save(
+                    folder, self.session.events(), arm, note=note, min_effect=self.min_effect
+                )
             except PdqError as error:
                 self.session.note("error", f"no snapshot of arm {arm}: {error.message}", error.hint)
             except OSError as error:
@@ -307,8 +313,11 @@ class PdqApp(App[int]):
             self.leave(errors.INTERRUPTED)
             return
         self._interrupted_at = now
-        self.session.stop()
-        self.session.note("info", "run stopped; ctrl+c again within 2 s quits")
+        if self.readonly:
+            self.session.note("info", "ctrl+c again within 2 s quits")
+        else:
+            self.session.stop()
+            self.session.note("info", "run stopped; ctrl+c again within 2 s quits")
         self._redraw()
 
     def _ended_from_outside(self) -> None:

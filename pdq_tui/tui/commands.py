@@ -34,7 +34,7 @@ class PdqCommands(Provider):
         for binding in keys.APP:
             if binding.action != "command_palette":
                 yield binding.description, binding.tooltip, partial(self.pdq.run_action, binding.action)
-        readonly = self.pdq.options.readonly
+        readonly = self.pdq.readonly
         for binding in keys.LIVE:
             name = binding.action.split("(")[0]
             if name in ("escape", "focus_panel") or (readonly and name in keys.CHANGING):

@@ -217,7 +217,8 @@ class CompareScreen(Page):
         try:
             sources = [snapshot.load(path) for path in paths]
             # Forced: what cannot be compared is shown side by side, flagged and without a judgement.
-            found = compare.compare(sources, getattr(self.app, "min_effect", 0.01), force=True)
+            least = getattr(self.app, "min_effect")  # noqa: B009 - see _session
+            found = compare.compare(sources, least, force=True)
         except (PdqError, OSError) as error:
             self.app.call_from_thread(self._failed, sentence(error), turn)
             return

@@ -155,7 +155,8 @@ class ExportDialog(ModalScreen[None]):
 
     def _measured(self) -> Any:
         session = self._session()
-        document = run_document(session.run.meta, session.events())
+        least = getattr(self.app, "min_effect")  # noqa: B009 - see _session
+        document = run_document(session.run.meta, session.events(), min_effect=least)
         if not document["arms"]:
             raise PdqError("nothing was measured yet")
         return document

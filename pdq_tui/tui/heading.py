@@ -53,7 +53,7 @@ def state_words(view: SessionView, display: Display, look: Look) -> Part:
     if engine.state == "stalled":
         return (f"! WORKER STALLED {engine.since_s:.0f} s", "bad")
     if engine.state == "dead":
-        return ("! ENGINE DEAD (R restarts)", "bad")
+        return ("! ENGINE DEAD" if display.readonly else "! ENGINE DEAD (R restarts)", "bad")
     if display.slow_fps is not None:
         return (f"! LINK SLOW: {display.slow_fps:.0f} fps", "warn")
     if view.workload_error and not view.running:
@@ -85,7 +85,7 @@ def header(view: SessionView, display: Display, width: int, look: Look) -> Row:
             else (" ABBA" if view.interleave else ""),
             "",
         ),
-        ("  read-only" if display.readonly and wide else "", "warn"),
+        (("  read-only" if wide else " r/o") if display.readonly else "", "warn"),
         (" ", ""),
     ]
     lengths = f"  {_lengths(view, wide)} "

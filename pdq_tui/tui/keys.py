@@ -99,9 +99,13 @@ LIVE: Final[tuple[Binding, ...]] = (
     _key("k,up,left", "focus_panel(-1)", "Last panel", "live.previous_panel", "panel before"),
 )
 
-#: Actions of the live screen that change what runs; off with --readonly.
+#: Actions of all screens that change what runs or write files of their own accord; off with --readonly. Left are those
+#: that look, cancel what this app loads itself, and write what is asked for: export, copy, picture.
 CHANGING: Final = frozenset(
-    {"run", "restart", "arm", "interleave", "stage", "kv", "snapshot", "snapshot_note"}
+    {
+        *("run", "restart", "arm", "interleave", "stage", "kv", "snapshot", "snapshot_note"),  # live
+        *("apply", "write", "delete"),  # policies
+    }
 )
 
 

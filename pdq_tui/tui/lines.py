@@ -50,6 +50,11 @@ def is_ascii(app: App[Any]) -> bool:
     return bool(getattr(app, "ascii", False))
 
 
+def is_readonly(app: App[Any]) -> bool:
+    """Whether the app only looks (--readonly): see ``keys.CHANGING``."""
+    return bool(getattr(app, "readonly", False))
+
+
 def to_ascii(text: str) -> str:
     """Our own glyphs as plain ASCII; may be longer. To be applied before a text is fitted to a width."""
     return text.translate(_ASCII_TABLE)

@@ -181,7 +181,7 @@ class LiveScreen(Screen[None]):
             return  # another screen is in front
         view = self._with_fetch(self.pdq.session.view(self.window_s))
         self._mark(view)
-        display = Display(readonly=self.pdq.options.readonly, fps=self.pdq.fps)
+        display = Display(readonly=self.pdq.readonly, fps=self.pdq.fps)
         if self.slow:
             display = replace(display, slow_fps=1.0)
         if self.frozen is not None:
@@ -239,7 +239,9 @@ class LiveScreen(Screen[None]):
         for index, chart_id in enumerate(self.charts):
             widget = self.query_one(f"#chart{index}", Chart)
             if widget.display:
-                shown = pictures.titled(view, chart_id, self.window_s, self.marks, self.look)
+                shown = pictures.titled(
+                    view, chart_id, self.window_s, self.marks, self.look, readonly=self.pdq.readonly
+                )
                 widget.metric = chart_id
                 title = shown.title + ("  (m: next)" if self.layout_name == "mid" else "")
                 widget.show(shown.picture, title, self.look.own(shown.subtitle))
@@ -264,12 +266,15 @@ class LiveScreen(Screen[None]):
 
         stop = "Stop" if view.running or view.wants_loop else "Start"
         screens = " ".join(f"{key(f'screen.{mode}')} {word}" for _, mode, word in keys.SCREENS)
-        items = [
+        changing = [
             f"{key('live.run')} {stop}",
             f"{key('live.arm_a', 'live.arm_b')} Arm",
             f"{key('live.prefill', 'live.decode')} Stage",
             f"{key('live.interleave')} ABBA",
             f"{key('live.snapshot')} Snap",
+        ]
+        items = [
+            *([] if self.pdq.readonly else changing),
             f"{key('app.help')} Help",
             f"{key('app.export')} Export",
             f"{key('live.zoom')} Zoom",
@@ -288,7 +293,7 @@ class LiveScreen(Screen[None]):
     # -- keys --------------------------------------------------------------------------------------------------------------
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return not (action in keys.CHANGING and self.pdq.options.readonly)
+        return not (action in keys.CHANGING and self.pdq.readonly)
 
     def now(self) -> SessionView:
         """The session's newest picture, whatever the display shows."""

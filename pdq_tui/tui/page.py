@@ -12,7 +12,8 @@ from textual.containers import Vertical
 from textual.screen import Screen
 from textual.widgets import Input, Static
 
-from pdq_tui.tui.lines import LineList, is_ascii, literal
+from pdq_tui.tui import keys
+from pdq_tui.tui.lines import LineList, is_ascii, is_readonly, literal
 
 
 class KeyLine(Static):
@@ -112,6 +113,9 @@ class Page(Screen[None]):
     def compose_body(self) -> ComposeResult:
         raise NotImplementedError
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return not (action in keys.CHANGING and is_readonly(self.app))
+
     def on_mount(self) -> None:
         self.set_class(is_ascii(self.app), "-ascii")
         self.set_title("")
@@ -130,7 +134,8 @@ class Page(Screen[None]):
         """Called when the window has another size."""
 
     def set_title(self, text: str) -> None:
-        self.query_one("#title", Static).update(literal(f"pdq  {self.TITLE_WORD}   {text}"))
+        mark = "   read-only" if is_readonly(self.app) else ""
+        self.query_one("#title", Static).update(literal(f"pdq  {self.TITLE_WORD}{mark}   {text}"))
 
     def say(self, text: str) -> None:
         """A sentence about what was just done or could not be done; stays until the next."""

@@ -46,17 +46,19 @@ def titled(
     window_s: float | None,
     marks: Sequence[tuple[float, str]],
     look: Look,
+    *,
+    readonly: bool = False,
 ) -> Titled:
-    """The chart called ``chart`` (one of CHARTS) as it is now."""
+    """The chart called ``chart`` (one of CHARTS) as it is now. ``readonly``: no key starts anything."""
     if chart == MEMORY:
         return _memory(view, window_s, tuple(marks), look)
     if chart == POWER:
         return _power(view, window_s, tuple(marks))
-    return _metric(view, chart, window_s, tuple(marks))
+    return _metric(view, chart, window_s, tuple(marks), _empty(view, readonly))
 
 
 def _metric(
-    view: SessionView, id_: str, window_s: float | None, marks: tuple[tuple[float, str], ...]
+    view: SessionView, id_: str, window_s: float | None, marks: tuple[tuple[float, str], ...], empty: str
 ) -> Titled:
     metric = METRICS[id_]
     curves = tuple(
@@ -73,13 +75,13 @@ def _metric(
     percent = metric.unit == "1"
     picture = Picture(
         curves, levels, now=view.elapsed_s, window_s=window_s, zero=id_ in ("bandwidth_gbps", "mbu", "prefill_mfu"),
-        marks=marks, empty=_empty(view, metric.missing), scale=100.0 if percent else 1.0,
+        marks=marks, empty=empty, scale=100.0 if percent else 1.0,
     )  # fmt: skip
     title = f"{metric.short} {metric.shown_unit}".strip()
     return Titled(picture, "BANDWIDTH GB/s (decode)" if id_ == "bandwidth_gbps" else title, subtitle)
 
 
-def _empty(view: SessionView, missing: str) -> str:
+def _empty(view: SessionView, readonly: bool) -> str:
     if view.workload_error:
         return "workload refused, see 6 Log"
     if view.model is None:
@@ -88,7 +90,7 @@ def _empty(view: SessionView, missing: str) -> str:
         return "no request has ended yet"
     if view.wants_loop:
         return "starts when both arms are ready"
-    return "no request yet: r starts the workload"
+    return "read-only: no workload is started" if readonly else "no request yet: r starts the workload"
 
 
 def _memory(

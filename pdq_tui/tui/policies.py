@@ -21,7 +21,7 @@ from pdq_tui.store.atomic import write_file
 from pdq_tui.tui import policy_edit
 from pdq_tui.tui.ask import Ask, Pick, Write
 from pdq_tui.tui.coverage import coverage_lines
-from pdq_tui.tui.lines import Line, LineList, drawn, fit, literal, sentence, wrapped
+from pdq_tui.tui.lines import Line, LineList, drawn, fit, is_readonly, literal, sentence, wrapped
 from pdq_tui.tui.page import Page
 
 
@@ -139,7 +139,7 @@ class PoliciesScreen(Page):
             or (
                 f"{damaged} damaged: chosen, each says why"
                 if damaged
-                else "a or b applies; nothing runs before"
+                else self._hint("a or b applies; nothing runs before")
             )
         )
         self._show_list()
@@ -251,8 +251,11 @@ class PoliciesScreen(Page):
         self.say(
             said
             or policy_edit.wrong_with(policy)
-            or "changed; a or b applies it, w writes it, u takes it back"
+            or self._hint("changed; a or b applies it, w writes it, u takes it back")
         )
+
+    def _hint(self, text: str) -> str:
+        return "read-only: nothing is applied or written" if is_readonly(self.app) else text
 
     def action_step(self, step: int) -> None:
         draft, field = self.draft, self._field()

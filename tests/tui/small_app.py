@@ -20,6 +20,8 @@ SIZES = ((1, 1), (2, 2), (10, 3), (20, 5), (59, 19), (79, 24), (300, 100))
 
 class SmallApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
+    min_effect = 0.01
+    readonly = False
 
     def __init__(
         self, screen: Callable[[], Screen[Any]], runs_dir: Path, *, plain: bool = False, **picture: Any

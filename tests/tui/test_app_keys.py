@@ -123,7 +123,8 @@ def saving(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[tuple[str, str]
 
     asked: list[tuple[str, str]] = []
 
-    def save(run_dir: Path, events: Any, arm: str, note: str = "", since_ns: int | None = None) -> Path:
+    def save(run_dir: Path, events: Any, arm: str, note: str = "", *, min_effect: float = 0.0) -> Path:
+        assert min_effect == 0.01  # the app's own
         asked.append((arm, note))
         if isinstance(answer, Exception):
             raise answer

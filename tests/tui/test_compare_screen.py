@@ -66,6 +66,18 @@ async def test_the_last_of_each_arm_is_compared_at_once_reference_first(app: Sma
         assert "is damaged" in shown and "newer version" in shown, "listed with the reason, not fatal"
 
 
+async def test_the_least_effect_that_matters_is_the_apps(runs: Path) -> None:
+    words = {}
+    for least in (0.01, 0.9):
+        app = SmallApp(CompareScreen, runs)
+        app.min_effect = least
+        async with app.run_test(size=(120, 36)) as pilot:
+            screen = await in_table(app, pilot)
+            assert screen.comparison is not None and screen.comparison.min_effect == least
+            words[least] = {row.judgement for row in screen.comparison.rows}
+    assert "better" in words[0.01] and "better" not in words[0.9]
+
+
 async def test_space_and_star_pick_and_set_the_reference(app: SmallApp) -> None:
     async with app.run_test(size=(120, 36)) as pilot:
         await settle(pilot)
