@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pdq_tui.commands.common import emit, runs_dir, settings
+from pdq_tui.commands.words import Runs, Several
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -16,13 +17,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
     help="Write a report of a snapshot, or of several compared with the first; prints the files' paths."
 )
 def report(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SNAPSHOT...",
-            help="Snapshots: RUN/NNN, a unique prefix of one, @last, @last-1 (the one before), or a path.",
-        ),
-    ],
+    words: Several,
     formats: Annotated[
         str,
         typer.Option("-f", "--format", metavar="LIST", help="Any of md, json, csv, parquet, with commas."),
@@ -33,10 +28,7 @@ def report(
     force: Annotated[
         bool, typer.Option("--force", help="Replace files; compare what differs in model or workload.")
     ] = False,
-    runs: Annotated[
-        str | None,
-        typer.Option("--runs", metavar="DIR", help="Where the runs are, in place of the state directory."),
-    ] = None,
+    runs: Runs = None,
 ) -> None:
     loaded = settings({"run.dir": ("--runs", runs)})
     from pdq_tui.commands.stored import snapshot_path

@@ -9,26 +9,19 @@ from typing import Annotated
 import msgspec
 import typer
 
-from pdq_tui.commands import flags
 from pdq_tui.commands.common import ascii_only, columns, emit, printable, runs_dir, say, settings
+from pdq_tui.commands.words import Dir, One, Several
 from pdq_tui.errors import UsageError
 
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="List, show and delete snapshots."
 )
 
-Word = Annotated[
-    str,
-    typer.Argument(
-        metavar="SNAPSHOT",
-        help="RUN/NNN, a unique prefix of one, @last, @last-1 (the one before), or a path.",
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
 @app.command("list", help="All snapshots, oldest first; damaged ones are listed with what is wrong.")
-def list_(as_json: AsJson = False, directory: flags.RunsDir = None) -> None:
+def list_(as_json: AsJson = False, directory: Dir = None) -> None:
     from pdq_tui.store.listing import list_snapshots
 
     runs = runs_dir(settings({"run.dir": ("--dir", directory)}))
@@ -55,7 +48,7 @@ def list_(as_json: AsJson = False, directory: flags.RunsDir = None) -> None:
 
 
 @app.command(help="Print one snapshot's figures.")
-def show(word: Word, as_json: AsJson = False, directory: flags.RunsDir = None) -> None:
+def show(word: One, as_json: AsJson = False, directory: Dir = None) -> None:
     from pdq_tui.commands.stored import snapshot_path
     from pdq_tui.report.tables import render
     from pdq_tui.store.snapshot import load
@@ -71,15 +64,9 @@ def show(word: Word, as_json: AsJson = False, directory: flags.RunsDir = None) -
 
 @app.command(help="Delete snapshots. Asks first; without a terminal it needs --yes.")
 def rm(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SNAPSHOT...",
-            help="RUN/NNN, a unique prefix of one, @last, @last-1 (the one before), or a path.",
-        ),
-    ],
+    words: Several,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    directory: flags.RunsDir = None,
+    directory: Dir = None,
 ) -> None:
     from pdq_tui.commands.stored import snapshot_path
     from pdq_tui.store.snapshot import remove
