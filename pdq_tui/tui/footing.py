@@ -31,12 +31,14 @@ def progress_bar(done: float, total: float | None, width: int, look: Look) -> st
 
 
 def _amount(done: float, total: float | None, unit: str) -> str:
+    if not done and not total:
+        return "running"
     if unit.lower() in ("b", "bytes"):
         ends = format_bytes(total) if total else ""
         return f"{format_bytes(done)} of {ends}" if ends else format_bytes(done)
     if total:
         return f"{min(done / total, 9.99) * 100:3.0f} %"
-    return f"{done:.0f} {unit}".strip() if done else "running"
+    return f"{done:.0f} {unit}".strip()
 
 
 def note_rows(view: SessionView, width: int, height: int, look: Look) -> list[Row]:
