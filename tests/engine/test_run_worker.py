@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pdq_tui.core import protocol as p
@@ -178,6 +179,31 @@ def test_cancel_reaches_a_load_that_is_going_on(worker: Worker, tiny_llama: Path
     assert ended.cancelled
     worker.send(p.Ping(id=3))
     assert worker.until(p.Pong).id == 3
+
+
+@pytest.mark.parametrize("how", ["cancelled", "killed"])
+def test_S05_f_trying_kernels_ends_with_a_cancel_and_with_the_engine(
+    worker: Worker, tiny_llama: Path, tmp_path: Path, how: str
+) -> None:
+    worker.send(load(tiny_llama, tmp_path, dtype="bf16"))
+    worker.until(p.ModelReady)
+    worker.send(p.SetArm(arm="A", policy=find_policy("int8")))
+    worker.until(lambda e: isinstance(e, p.Progress) and e.label == "trying kernels once on this machine")
+    (child,) = psutil.Process(worker.process.pid).children()
+    if how == "killed":
+        worker.process.kill()
+        worker.process.wait(10)
+    else:
+        worker.send(p.CancelTask())
+        refused = worker.until(p.ArmRefused)
+        assert refused.reason == "cancelled"
+        ended = [e for e in worker.events if isinstance(e, p.TaskEnded)][-1]
+        assert (ended.task, ended.cancelled) == ("pack", True)
+    end = time.monotonic() + 1.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while child.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end, "the child is left"
+            time.sleep(0.01)
 
 
 def test_S03_what_libraries_print_goes_to_the_log(worker: Worker, tiny_llama: Path, tmp_path: Path) -> None:
