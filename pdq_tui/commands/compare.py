@@ -9,6 +9,7 @@ import typer
 from pdq_tui.commands import flags
 from pdq_tui.commands.common import ascii_only, emit, runs_dir, say, settings
 from pdq_tui.commands.gate import JUDGED, watched
+from pdq_tui.commands.words import Dir, ReferenceFirst
 from pdq_tui.errors import GATE, OK, UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -18,13 +19,7 @@ FORMATS = ("table", "md", "json", "csv")
 
 @app.command(help="Compare snapshots with the first: difference, 95 % interval, judgement.")
 def compare(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="REF CAND...",
-            help="Snapshots: RUN/NNN, a unique prefix of one, @last, @last-1 (the one before), or a path.",
-        ),
-    ],
+    words: ReferenceFirst,
     format_: Annotated[
         str, typer.Option("--format", metavar="|".join(FORMATS), help="What is printed.")
     ] = "table",
@@ -36,7 +31,7 @@ def compare(
         str | None,
         typer.Option(
             "--fail-on",
-            metavar="worse[:METRIC,…]",
+            metavar="worse[:METRIC,...]",
             help="Exit 3 if a timed metric (e2e_ms, ttft_ms, tpot_ms, rates) is judged worse; with names only these. "
             "Memory counts only by name: worse:stored_bytes. Unsure never fails, and is said.",
         ),
@@ -47,7 +42,7 @@ def compare(
             "--force", help="Also when model or workload differ: side by side, without a judgement."
         ),
     ] = False,
-    directory: flags.RunsDir = None,
+    directory: Dir = None,
 ) -> None:
     gated = watched(fail_on, JUDGED)
     if format_ not in FORMATS:

@@ -104,6 +104,37 @@ def share_of(min_effect: str | None) -> float | None:
     return None if min_effect is None else fraction(min_effect, "--min-effect")
 
 
+def workload_flags(
+    prompt_tokens: int | None,
+    output_tokens: int | None,
+    batch: int | None,
+    prompts: str | None,
+    chat_template: str | None,
+    seed: int | None,
+) -> dict[str, tuple[str, Any]]:
+    """What was said about the workload, as ``config.load`` takes it."""
+    return {
+        "workload.in": ("--in", prompt_tokens),
+        "workload.out": ("--out", output_tokens),
+        "workload.batch": ("--batch", batch),
+        "workload.prompts": ("--prompts", prompts),
+        "workload.chat_template": ("--chat-template", chat_template),
+        "workload.seed": ("--seed", seed),
+    }
+
+
+def engine_flags(
+    device: str | None, gpu: str | None, threads: int | None, weight_budget: float | None
+) -> dict[str, tuple[str, Any]]:
+    """What was said about where it runs, as ``config.load`` takes it."""
+    return {
+        "engine.device": ("--device", device),
+        "engine.gpu": ("--gpu", gpu),
+        "engine.threads": ("--threads", threads),
+        "engine.weight_budget": ("--weight-budget", weight_budget),
+    }
+
+
 def workload_of(settings: Settings, *, beyond_positions: bool = False) -> Workload:
     """The workload, with the user's prompts read from their file. What was decided about it is said on stderr.
 

@@ -78,7 +78,7 @@ def run(
         str | None,
         typer.Option(
             "--fail-on",
-            metavar="worse[:METRIC,…]",
+            metavar="worse[:METRIC,...]",
             help="Exit 3 if a timed metric of an arm is judged worse; with names (e2e_ms, tpot_ms) only these. "
             "Unsure never fails, and is said.",
         ),
@@ -96,20 +96,12 @@ def run(
 
     loaded = settings(
         {
-            "workload.in": ("--in", prompt_tokens),
-            "workload.out": ("--out", output_tokens),
-            "workload.batch": ("--batch", batch),
-            "workload.prompts": ("--prompts", prompts),
-            "workload.chat_template": ("--chat-template", chat_template),
-            "workload.seed": ("--seed", seed),
+            **flags.workload_flags(prompt_tokens, output_tokens, batch, prompts, chat_template, seed),
             "run.blocks": ("--blocks", blocks),
             "run.budget": ("--budget", budget),
             "run.min_effect": ("--min-effect", flags.share_of(min_effect)),
             "run.dir": ("--dir", directory),
-            "engine.device": ("--device", device),
-            "engine.gpu": ("--gpu", gpu),
-            "engine.threads": ("--threads", threads),
-            "engine.weight_budget": ("--weight-budget", weight_budget),
+            **flags.engine_flags(device, gpu, threads, weight_budget),
         }
     )
     s = loaded.settings
