@@ -108,6 +108,7 @@ class Inbox:
                     self._stopped = self._last
                 case p.CancelTask():
                     self._cancelled = self._last
+                    self._let_go_of_loads()
                 case p.SelectArm():
                     self.selected = command.arm
                 case p.Interleave():
@@ -123,6 +124,14 @@ class Inbox:
                     if isinstance(command, p.StartLoop):
                         self.selected, self.interleave = command.arm, command.interleave
             self._wake.notify_all()
+
+    def _let_go_of_loads(self) -> None:
+        """A load that nobody has begun, since libraries are still imported, is over at once."""
+        loads = [taken for taken in self._waiting if isinstance(taken[1], p.Load)]
+        for taken in loads:
+            self._waiting.remove(taken)
+            label = taken[1].model
+            self._send(p.TaskEnded(task="load", label=label, ok=False, seconds=0.0, cancelled=True))
 
     def stopped(self, number: int) -> bool:
         """Was the run with this number asked to stop?"""

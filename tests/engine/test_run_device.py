@@ -16,6 +16,7 @@ from fake_device import FakeDevice
 from pdq_tui.core import protocol as p
 from pdq_tui.core.cgroups import own_memory
 from pdq_tui.core.cpus import cpu_quota, quota_v1, quota_v2
+from pdq_tui.core.workload import Workload
 from pdq_tui.engine import faults, memory
 from pdq_tui.engine import peaks as peaks_module
 from pdq_tui.engine.channel import LONG_QUEUE, EventWriter, Inbox
@@ -256,7 +257,7 @@ def test_droppable_events_are_dropped_and_counted_while_nobody_reads() -> None:
 def test_stop_and_cancel_reach_what_was_asked_before_them_and_nothing_later() -> None:
     said: list[p.Message] = []
     inbox = Inbox(said.append)
-    inbox.take(p.Load(model="x"))
+    inbox.take(p.SetWorkload(workload=Workload()))
     inbox.take(p.StartLoop(arm="A", arms=["A", "B"]))
     inbox.take(p.CancelTask())
     inbox.take(p.Stop())
@@ -272,3 +273,22 @@ def test_stop_and_cancel_reach_what_was_asked_before_them_and_nothing_later() ->
     inbox.take(p.Shutdown())
     assert inbox.next() is None
     assert inbox.stopped(3)
+
+
+def test_S05_f_a_load_that_waits_for_imports_is_cancelled_at_once() -> None:
+    """The main thread imports torch for seconds and takes no command meanwhile; the commands' thread answers."""
+    said: list[p.Message] = []
+    inbox = Inbox(said.append)
+    inbox.take(p.Load(model="x"))
+    inbox.take(p.SetWorkload(workload=Workload()))
+    inbox.take(p.CancelTask())
+    (ended,) = said
+    assert isinstance(ended, p.TaskEnded) and (ended.task, ended.label, ended.cancelled) == (
+        "load",
+        "x",
+        True,
+    )
+    inbox.take(p.Load(model="y"))
+    left = [taken for taken in (inbox.next(), inbox.next()) if taken is not None]
+    assert [type(command) for _, command in left] == [p.SetWorkload, p.Load]
+    assert len(said) == 1
