@@ -87,11 +87,18 @@ def run_document(
     current = sorted((r for label in labels for r in facts.of(label)), key=lambda r: (r.t_ns, r.request))
     doc = setup_document(meta, facts, len(complete_blocks(current, labels)))
     doc["arms"] = [arm_document(facts, label) for label in labels]
+    doc |= compared(facts, current, labels, min_effect)
+    doc["warnings"] = warnings(facts, labels)
+    return doc
+
+
+def compared(facts: Facts, requests: Sequence[Request], labels: Sequence[str], min_effect: float) -> Json:
+    """``ratios`` of all arms to the first of ``labels``, and its ``noise_floor``, from ``requests`` in their order."""
     rows: list[Ratio] = []
     floors: dict[str, float | None] = {}
     if labels:
         rows = ratios(
-            current,
+            requests,
             labels[0],
             labels,
             min_effect,
@@ -99,13 +106,11 @@ def run_document(
             model=facts.model,
             conditions=conditions(facts, labels),
         )
-        floors = noise_floor(current, labels[0], device=facts.device, model=facts.model)
-    doc["ratios"] = [ratio_json(r) for r in rows]
-    doc["noise_floor"] = {}
+        floors = noise_floor(requests, labels[0], device=facts.device, model=facts.model)
+    told: Json = {}
     for metric in RATIO_METRICS:
-        put(doc["noise_floor"], metric, floors.get(metric), "no repeated control of at least two blocks")
-    doc["warnings"] = warnings(facts, labels)
-    return doc
+        put(told, metric, floors.get(metric), "no repeated control of at least two blocks")
+    return {"ratios": [ratio_json(r) for r in rows], "noise_floor": told}
 
 
 def complete_blocks(requests: Sequence[Request], labels: Sequence[str]) -> list[Any]:

@@ -19,10 +19,8 @@ from typing import Any, Final
 import polars as pl
 
 from pdq_tui.core.caveats import warnings
-from pdq_tui.core.document import arm_document, conditions, put, ratio_json, setup_document
+from pdq_tui.core.document import arm_document, compared, put, setup_document
 from pdq_tui.core.facts import Facts, clocks, collect, samples_during, slowed
-from pdq_tui.core.metrics import RATIO_METRICS
-from pdq_tui.core.pairs import noise_floor, ratios
 from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
 from pdq_tui.errors import PdqError
 from pdq_tui.store import atomic, series
@@ -184,20 +182,9 @@ def _manifest(
     out["created"] = datetime.now(UTC).isoformat(timespec="seconds")
     out["arm"] = arm_document(facts, arm)
     out["min_effect"] = min_effect
-    rows = ratios(
-        everything,
-        labels[0],
-        labels,
-        min_effect,
-        device=facts.device,
-        model=facts.model,
-        conditions=conditions(facts, labels),
-    )
-    out["ratios"] = [ratio_json(r) for r in rows if r.arm == arm]
-    floors = noise_floor(everything, labels[0], device=facts.device, model=facts.model)
-    out["noise_floor"] = {}
-    for metric in RATIO_METRICS:
-        put(out["noise_floor"], metric, floors.get(metric), "no repeated control of at least two blocks")
+    found = compared(facts, everything, labels, min_effect)
+    out["ratios"] = [r for r in found["ratios"] if r["arm"] == arm]
+    out["noise_floor"] = found["noise_floor"]
     seen: dict[str, Any] = {}
     put(seen, "threads", facts.device.threads if facts.device else None)
     measured = clocks(facts, requests)
