@@ -3,6 +3,7 @@ hand, has the last word; this one needs neither."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
@@ -51,16 +52,16 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 def predict(
-    policy: Policy, shapes: Shapes, table: KernelTable, prefill_rows: int, decode_rows: int
+    policy: Policy,
+    shapes: Shapes,
+    table: KernelTable,
+    prefill_rows: int,
+    decode_rows: int,
+    capability: Capability | None = None,
 ) -> Prediction:
-    """Bytes and coverage of ``policy``. Rows: tokens in one call of each stage (prompt length × batch, batch)."""
-    capability = Capability(kind=table.device, sm=(9, 0) if table.device == "cuda" else None)
-    stored: dict[tuple[str, str], int] = {}
-    stages: dict[str, StagePrediction] = {}
-    for stage in STAGES:
-        rows = prefill_rows if stage == "prefill" else decode_rows
-        stages[stage], packed = _stage(policy, stage, shapes, table, capability, rows)
-        stored |= packed
+    """Bytes and coverage of ``policy``. Rows: tokens in one call of each stage (prompt length × batch, batch).
+    ``capability``: of the device that is meant, by default a plain CPU or compute capability 9.0."""
+    stages, stored = _both(policy, shapes, table, prefill_rows, decode_rows, capability)
     total = sum(stored.values())
     notes = [f"{len(shapes.fused)} fused weights (experts) stay as they are"] if shapes.fused else []
     notes.append("from shapes alone: the engine's plan with the real device has the last word")
@@ -77,6 +78,49 @@ def predict(
         stages=stages,
         notes=tuple(notes),
     )
+
+
+def to_pack(
+    policy: Policy,
+    resident: Iterable[Policy],
+    shapes: Shapes,
+    table: KernelTable,
+    prefill_rows: int,
+    decode_rows: int,
+    capability: Capability | None = None,
+) -> tuple[int, int]:
+    """(bytes that have to be packed for ``policy``, bytes that ``resident`` policies have packed). A weight in the
+    model's own dtype is the loaded model's itself on a CPU, and a copy on a GPU."""
+
+    def packed(one: Policy) -> dict[tuple[str, str], int]:
+        _, stored = _both(one, shapes, table, prefill_rows, decode_rows, capability)
+        return {
+            k: size for k, size in stored.items() if table.device != "cpu" or k[1] != Format().storage_key
+        }
+
+    there: dict[tuple[str, str], int] = {}
+    for one in resident:
+        there |= packed(one)
+    return sum(size for k, size in packed(policy).items() if k not in there), sum(there.values())
+
+
+def _both(
+    policy: Policy,
+    shapes: Shapes,
+    table: KernelTable,
+    prefill_rows: int,
+    decode_rows: int,
+    capability: Capability | None,
+) -> tuple[dict[str, StagePrediction], dict[tuple[str, str], int]]:
+    """Each stage, and the bytes of everything that either of them reads by (layer, storage key)."""
+    capability = capability or Capability(kind=table.device, sm=(9, 0) if table.device == "cuda" else None)
+    stored: dict[tuple[str, str], int] = {}
+    stages: dict[str, StagePrediction] = {}
+    for stage in STAGES:
+        rows = prefill_rows if stage == "prefill" else decode_rows
+        stages[stage], packed = _stage(policy, stage, shapes, table, capability, rows)
+        stored |= packed
+    return stages, stored
 
 
 def _stage(

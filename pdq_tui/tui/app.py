@@ -131,6 +131,7 @@ class PdqApp(App[int]):
         self.runs_dir = options.runs_dir
         self.readonly = options.readonly
         self.min_effect = options.min_effect
+        self.weight_budget_bytes = options.load.weight_budget_bytes if options.load else None
         self.fps = _DEFAULT_FPS if options.fps is None else options.fps
         self.marker = start_marker(options.marker, self.ascii, os.environ)
         self.fetching: TaskView | None = None

@@ -20,7 +20,7 @@ BOX = """
                padding: 0 1; }
     &.-ascii > #box { border: ascii $border; }
     & Static { width: 1fr; height: auto; }
-    & Input { height: 1; border: none; background: $boost; }
+    & Input { height: 1; border: none; background: $panel; }
     & LineList { height: auto; max-height: 20; }
 """
 

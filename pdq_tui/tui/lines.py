@@ -154,7 +154,7 @@ class LineList(ScrollView, can_focus=True):
     DEFAULT_CSS = """
     LineList {
         height: 1fr; scrollbar-size-vertical: 1; scrollbar-size-horizontal: 0;
-        & > .list--cursor { background: $boost; text-style: bold; }
+        & > .list--cursor { background: $panel; text-style: bold; }
         &:focus > .list--cursor { background: $primary-muted; text-style: bold; }
         & > .list--head { text-style: bold; }
         & > .list--dim { text-style: dim; }

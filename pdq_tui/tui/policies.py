@@ -21,6 +21,7 @@ from pdq_tui.store.atomic import write_file
 from pdq_tui.tui import policy_edit
 from pdq_tui.tui.ask import Ask, Pick, Write
 from pdq_tui.tui.coverage import coverage_lines
+from pdq_tui.tui.forecast import ForecastLines
 from pdq_tui.tui.lines import Line, LineList, drawn, fit, is_readonly, literal, sentence, wrapped
 from pdq_tui.tui.page import Page
 
@@ -103,6 +104,7 @@ class PoliciesScreen(Page):
                 panel.border_title = "edit"
                 yield LineList(id="edit")
                 yield Static(id="valid", markup=False)
+                yield ForecastLines(id="forecast")
         coverage = LineList(id="coverage", cursor=False)
         coverage.add_class("panel")
         coverage.border_title = "what the engine made of it"
@@ -114,6 +116,9 @@ class PoliciesScreen(Page):
         self._read()
         self._refresh_coverage()
         self.set_interval(1.0, self._refresh_coverage)
+
+    def resized(self) -> None:
+        self.call_after_refresh(self._show_edit)
 
     # -- the list
 
@@ -208,6 +213,7 @@ class PoliciesScreen(Page):
             reason = entry.error if entry and entry.error else "choose a policy on the left"
             edit.set_lines([Line.of(part, "warn") for part in wrapped(literal(reason), edit.size.width - 3)])
             valid.update("")
+            self._foresee(None)
             self.set_title(f"{literal(name)}: damaged" if entry else "")
             return
         lines: list[Line] = []
@@ -228,14 +234,26 @@ class PoliciesScreen(Page):
             )
         edit.set_lines(lines)
         wrong = policy_edit.wrong_with(draft)
-        storage = f"storage {draft.storage}: {policy_edit.STORAGE_WORDS[draft.storage]}"
-        verdict = f"✗ {literal(wrong)}" if wrong else "✓ valid"
-        valid.update(drawn(self.app, f"{storage}\n{verdict}"))
+        storage, verdict = f"storage {draft.storage}", f"✗ {literal(wrong)}" if wrong else "✓ valid"
+        if edit.size.width >= 70:
+            storage += f": {policy_edit.STORAGE_WORDS[draft.storage]}"
+        valid.update(
+            drawn(
+                self.app,
+                f"{storage}\n{verdict}" if wrong or edit.size.width >= 70 else f"{verdict}, {storage}",
+            )
+        )
+        self._foresee(None if wrong else draft)
         entry = self.entries.get(name or "")
         state = "modified *" if self._modified(name or "") else "as in its file"
         self.set_title(
             f"{literal(draft.name)}  ({state})   {literal(entry.path) if entry else 'not written yet'}"
         )
+
+    def _foresee(self, policy: Policy | None) -> None:
+        """What it would take, before it is applied."""
+        budget = getattr(self.app, "weight_budget_bytes")  # noqa: B009 - see _session
+        self.query_one("#forecast", ForecastLines).about(policy, self._session().view(1.0), budget)
 
     def _field(self) -> policy_edit.Field | None:
         key = self.query_one("#edit", LineList).key
@@ -335,6 +353,8 @@ class PoliciesScreen(Page):
             Line(tuple((drawn(self.app, text), role) for text, role in line.parts))
             for line in coverage_lines([view.arms[name] for name in sorted(view.arms)])
         ]
+        draft = self.draft
+        self._foresee(draft if draft is not None and policy_edit.wrong_with(draft) is None else None)
         if lines != self._coverage:
             self._coverage = lines
             self.query_one("#coverage", LineList).set_lines(lines)

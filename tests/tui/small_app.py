@@ -21,6 +21,7 @@ SIZES = ((1, 1), (2, 2), (10, 3), (20, 5), (59, 19), (79, 24), (300, 100))
 class SmallApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
     min_effect = 0.01
+    weight_budget_bytes: int | None = None
     readonly = False
 
     def __init__(

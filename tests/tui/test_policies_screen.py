@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from made_model import made_model
 from small_app import NASTY, SmallApp, at_every_size, settle, text_of
 
 from pdq_tui.core.policy import load_policy
@@ -284,10 +285,13 @@ def test_policies_picture(
         monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.chdir(user_dir.parent)
     app = SmallApp(lambda: PoliciesScreen(Path("profiles")), Path("runs"), plain=mode == "ascii")
+    assert app.session.picture.model is not None
+    app.session.picture.model.path = str(made_model(user_dir.parent / "model"))
 
     async def ready(pilot: object) -> None:
         await settle(pilot)  # type: ignore[arg-type]
         choose(app, "mine", "decode.weights")
+        await settle(pilot)  # type: ignore[arg-type]
         await settle(pilot)  # type: ignore[arg-type]
 
     assert snap_compare(app, terminal_size=size, run_before=ready)  # type: ignore[operator]

@@ -1,0 +1,185 @@
+"""What a policy would take on the loaded model, before it is applied: bytes a stage, extra bytes, whether it fits."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from textual import work
+from textual.widgets import Static
+
+from pdq_tui.core.kernels import Capability, load_kernels
+from pdq_tui.core.metrics import format_bytes
+from pdq_tui.core.policy import STAGES, Policy
+from pdq_tui.core.predict import Prediction, predict, to_pack
+from pdq_tui.core.shapes import Shapes, read_shapes
+from pdq_tui.errors import PdqError
+from pdq_tui.host.view import SessionView
+from pdq_tui.tui.device_panel import engine_gpu
+from pdq_tui.tui.lines import drawn, literal
+
+#: Prompt tokens where no workload says how many.
+_PROMPT_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a forecast depends on; two that are equal have the same answer.
+
+    model, device   path of the loaded model; "cpu" or "cuda" with its compute capability.
+    rows            tokens in one call of prefill and of decode.
+    resident        policies that arms have ready.
+    free, budget    bytes that may still be taken, bytes that all packed weights may take; None: not known, no limit.
+    """
+
+    policy: Policy
+    model: str
+    device: str
+    capability: tuple[int, int] | None
+    rows: tuple[int, int]
+    resident: tuple[Policy, ...]
+    free: int | None
+    budget: int | None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """``new_bytes``: to be packed; ``packed_bytes``: packed already, of all arms."""
+
+    prediction: Prediction
+    new_bytes: int
+    packed_bytes: int
+
+
+def ask(policy: Policy, view: SessionView, budget: int | None) -> Question | str:
+    """The question about ``policy`` as the session stands, or why there is none yet."""
+    if view.model is None or view.device is None:
+        return f"no model is loaded yet (engine {view.engine.state})"
+    work = view.workload
+    batch = work.workload.batch if work else 1
+    longest = max(work.lengths, default=_PROMPT_TOKENS) if work else _PROMPT_TOKENS
+    return Question(
+        policy,
+        view.model.path,
+        view.device.kind,
+        view.device.capability,
+        (longest * batch, batch),
+        tuple(arm.ready.policy for _, arm in sorted(view.arms.items()) if arm.ready is not None),
+        free_bytes(view),
+        budget,
+    )
+
+
+def free_bytes(view: SessionView) -> int | None:
+    """What the sensors say may still be taken on the engine's device, to 64 MiB so that it does not flicker."""
+    gpu = engine_gpu(view)
+    free: float | None
+    if view.device is not None and view.device.kind != "cpu":
+        known = gpu is not None and gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
+        free = gpu.memory_total_bytes - gpu.memory_used_bytes if known else None  # type: ignore[union-attr, operator]
+    else:
+        free = view.sensors.cpu.memory_available_bytes if view.sensors is not None else None
+    return None if free is None else int(free) >> 26 << 26
+
+
+def answer(question: Question, shapes: Shapes) -> Forecast:
+    """Raises UsageError for a kernel table that cannot be read."""
+    table = load_kernels(question.device)
+    capability = Capability(question.device, (), question.capability)
+    where = (shapes, table, *question.rows, capability)
+    new, packed = to_pack(question.policy, question.resident, *where)
+    return Forecast(predict(question.policy, *where), new, packed)
+
+
+@functools.lru_cache(maxsize=4)
+def shapes_of(path: str) -> Shapes:
+    """Raises UsageError where no shapes can be read without the engine (GGUF, damaged files)."""
+    return read_shapes(Path(path))
+
+
+def fit(question: Question, forecast: Forecast) -> tuple[bool | None, str]:
+    """Whether it fits (None: nobody knows), and the sentence with the bytes that say so."""
+    new = f"{format_bytes(forecast.new_bytes)} to pack"
+    if not forecast.new_bytes:
+        return True, "nothing has to be packed"
+    together = forecast.packed_bytes + forecast.new_bytes
+    if question.budget is not None and together > question.budget:
+        return (
+            False,
+            f"{new}, {format_bytes(together)} with both arms' own, budget {format_bytes(question.budget)}",
+        )
+    if question.free is None:
+        return None, f"{new}, free memory n/a (no reading)"
+    return forecast.new_bytes <= question.free, f"{new}, {format_bytes(question.free)} free"
+
+
+def words(question: Question, forecast: Forecast, width: int) -> list[str]:
+    """Three lines for ``width`` cells: each stage's weights, what is stored, and whether it fits."""
+    p = forecast.prediction
+    size = {stage: format_bytes(p.stages[stage].bytes) for stage in STAGES}
+    good, why = fit(question, forecast)
+    head = {True: "✓ fits", False: "✗ does not fit", None: "? fits"}[good]
+    if width < 44:
+        copy = f"+{format_bytes(p.extra_bytes)} second copy" if p.extra_bytes else "no second copy"
+        return [
+            "  ".join(f"{stage[0].upper()} {text}" for stage, text in size.items()),
+            copy,
+            f"{head}: {format_bytes(forecast.new_bytes)} new",
+        ]
+    extra = f"+{format_bytes(p.extra_bytes)} for a second copy" if p.extra_bytes else "no second copy"
+    if width < 70:
+        return [" · ".join(f"{stage} {text}" for stage, text in size.items()), extra, f"{head}: {why}"]
+    formats = {stage: literal(question.policy.stage(stage).format.label) for stage in STAGES}
+    kept = f", {format_bytes(p.kept_bytes)} kept as they are" if p.kept_bytes else ""
+    return [
+        "predicted weights: " + "   ".join(f"{s} {formats[s]} {text}" for s, text in size.items()),
+        f"  {format_bytes(p.stored_bytes)} stored, {extra}{kept}",
+        f"{head}: {why}",
+    ]
+
+
+class ForecastLines(Static):
+    """Shows the forecast for one policy; what costs time (file headers, every layer's kernel) is done in a thread."""
+
+    DEFAULT_CSS = "ForecastLines { height: auto; max-height: 3; padding: 0 1; }"
+
+    def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
+        super().__init__(id=id, markup=False)
+        self._asked: Question | str | None = None
+        self._found: tuple[Question, Forecast] | None = None
+
+    def about(self, policy: Policy | None, view: SessionView, budget: int | None) -> None:
+        """Ask again if anything that matters has changed. None: nothing to say."""
+        asked = "" if policy is None else ask(policy, view, budget)
+        if asked == self._asked:
+            return
+        self._asked, self._found = asked, None
+        if isinstance(asked, Question):
+            self._work_out(asked)
+        else:
+            self.update(drawn(self.app, f"predicted bytes n/a: {asked}" if asked else ""))
+
+    @work(thread=True, exclusive=True, group="forecast")
+    def _work_out(self, question: Question) -> None:
+        try:
+            found: Forecast | PdqError = answer(question, shapes_of(question.model))
+        except PdqError as error:
+            found = error
+        self.app.call_from_thread(self._told, question, found)
+
+    def _told(self, question: Question, found: Forecast | PdqError) -> None:
+        if question != self._asked:
+            return
+        if isinstance(found, PdqError):
+            self.update(drawn(self.app, f"predicted bytes n/a: {literal(found.message)}"))
+        else:
+            self._found = (question, found)
+            self._write()
+
+    def on_resize(self) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        if self._found is not None:
+            self.update(drawn(self.app, "\n".join(words(*self._found, self.content_size.width))))

@@ -1,0 +1,124 @@
+"""What a policy would take is said before it is applied: bytes from shapes, and whether they fit; n/a with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fake_views import BASE, STAGED, arm_view, cpu_sensors, demo_model, gpu_sensors, make_view, starting_view
+from made_model import LAYERS, LINEARS, made_model
+from small_app import SmallApp, settle, text_of
+from textual.pilot import Pilot
+
+from pdq_tui.core.catalog import find_policy
+from pdq_tui.core.policy import Format
+from pdq_tui.core.predict import packed_bytes
+from pdq_tui.host.view import SessionView
+from pdq_tui.tui import forecast
+from pdq_tui.tui.lines import LineList
+from pdq_tui.tui.policies import PoliciesScreen
+
+INT8 = LAYERS * sum(packed_bytes(Format("int8"), n, k, 2) for n, k in LINEARS.values())
+INT4 = LAYERS * sum(packed_bytes(Format("int4", "model", 64), n, k, 2) for n, k in LINEARS.values())
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return made_model(tmp_path / "model")
+
+
+def view_of(model: Path, *, gpu: bool = False, **changes: Any) -> SessionView:
+    info = demo_model()
+    info.path = str(model)
+    return make_view(gpu=gpu, model=info, **changes)
+
+
+def told(
+    view: SessionView, policy: str, budget: int | None = None
+) -> tuple[forecast.Question, forecast.Forecast]:
+    question = forecast.ask(find_policy(policy), view, budget)
+    assert isinstance(question, forecast.Question)
+    return question, forecast.answer(question, forecast.shapes_of(question.model))
+
+
+def test_bytes_of_both_stages_and_of_what_is_not_packed_yet(model: Path) -> None:
+    base = {"B": arm_view("B", BASE, {}, 0)}
+    question, found = told(view_of(model, arms=base), "w8a8-prefill-int4-decode")
+    assert found.prediction.stages["prefill"].bytes == INT8
+    assert found.prediction.stages["decode"].bytes == INT4
+    assert (found.new_bytes, found.packed_bytes) == (INT8 + INT4, 0)
+    both = base | {"A": arm_view("A", STAGED, {}, 0)}
+    question, found = told(view_of(model, arms=both), "int4")
+    assert (found.new_bytes, found.packed_bytes) == (0, INT8 + INT4)
+    assert forecast.fit(question, found) == (True, "nothing has to be packed")
+    # On a GPU the model's own dtype is a copy as well.
+    _, found = told(view_of(model, arms={}, gpu=True), "bf16")
+    assert found.new_bytes == 2 * LAYERS * sum(n * k for n, k in LINEARS.values())
+
+
+def test_whether_it_fits_is_said_with_the_bytes(model: Path) -> None:
+    def fit(budget: int | None = None, **changes: Any) -> tuple[bool | None, str]:
+        return forecast.fit(*told(view_of(model, arms={}, **changes), "int4", budget))
+
+    good, why = fit()
+    assert good and why.endswith("to pack, 11.0 GiB free")
+    sensors = cpu_sensors()
+    sensors["sensors"].cpu.memory_available_bytes = INT4 - (1 << 20)
+    good, why = fit(**sensors)
+    assert good is False and "free" in why
+    good, why = fit(sensors=None)
+    assert good is None and "n/a (no reading)" in why
+    good, why = fit(budget=INT4 - 1)
+    assert good is False and "budget" in why
+    assert fit(budget=INT4)[0] is True
+    sensors = gpu_sensors()
+    assert "102.8 GiB free" in fit(gpu=True, **sensors)[1]
+    sensors["sensors"].gpus[0].memory_used_bytes = None
+    assert fit(gpu=True, **sensors)[0] is None
+
+
+async def shown(app: SmallApp, pilot: Pilot[Any]) -> str:
+    await settle(pilot)
+    await settle(pilot)
+    return str(app.screen.query_one("#forecast", forecast.ForecastLines).content)
+
+
+async def test_the_editor_foresees_each_change_and_applies_nothing(model: Path, tmp_path: Path) -> None:
+    app = SmallApp(lambda: PoliciesScreen(tmp_path / "profiles"), tmp_path)
+    app.session.picture = view_of(model, arms={"B": arm_view("B", BASE, {}, 0)})
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settle(pilot)
+        app.screen.query_one("#list", LineList).move_to("bf16")
+        assert "no second copy" in await shown(app, pilot)
+        app.screen.query_one("#edit", LineList).focus()
+        app.screen.query_one("#edit", LineList).move_to("decode.weights")
+        await pilot.press("h")
+        text = await shown(app, pilot)
+        assert f"decode int4-g64 {forecast.format_bytes(INT4)}" in text
+        assert f"+{forecast.format_bytes(INT4)} for a second copy" in text
+        assert "✓ fits" in text and "fits" in text_of(app)
+        for size in ((80, 24), (60, 20)):
+            await pilot.resize_terminal(*size)
+            await shown(app, pilot)
+            assert forecast.format_bytes(INT4) in text_of(app) and "✓ fits" in text_of(app)
+        assert app.session.calls == []
+
+
+@pytest.mark.parametrize(
+    ("picture", "reason"),
+    [
+        (starting_view(), "no model is loaded yet (engine starting)"),
+        (make_view(), "/home/me/.cache/pdq-tui/demo"),
+        (make_view(model=msgspec.structs.replace(demo_model(), path="/dev/null")), "/dev/null"),
+    ],
+)
+async def test_without_shapes_the_forecast_is_na_with_the_reason(
+    picture: SessionView, reason: str, tmp_path: Path
+) -> None:
+    app = SmallApp(lambda: PoliciesScreen(tmp_path / "profiles"), tmp_path)
+    app.session.picture = picture
+    async with app.run_test(size=(120, 36)) as pilot:
+        text = await shown(app, pilot)
+        assert text.startswith("predicted bytes n/a: ") and reason in text
