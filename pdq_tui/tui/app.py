@@ -224,12 +224,11 @@ class PdqApp(App[int]):
             self.showing = name
             await self.switch_screen(name)
 
-    async def action_help(self) -> None:
+    def action_help(self) -> None:
         from pdq_tui.tui.help import HelpScreen
 
         metric = self.screen.help_metric if isinstance(self.screen, LiveScreen) else None
-        with self.batch_update():
-            await self.push_screen(HelpScreen(metric))
+        self.push_screen(HelpScreen(metric))
 
     def action_export(self) -> None:
         from pdq_tui.tui.export import ExportDialog

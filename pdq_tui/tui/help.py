@@ -80,7 +80,7 @@ class HelpScreen(ModalScreen[None]):
         self._fill()
 
     def _fill(self) -> None:
-        """Lines for the window's width; known before anything is laid out, so that help is drawn once."""
+        """Lines for the window's width; known before anything is laid out, so that the first picture has them."""
         box = self.query_one(LineList)
         width = max(20, min(_WIDTH, self.app.size.width) - _FRAME)
         if width == self._filled:

