@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pdq_tui import locations
+from pdq_tui.core.kernels import LAYERS
 from pdq_tui.core.workload import CHAT_TEMPLATES
 from pdq_tui.errors import UsageError
 
@@ -94,6 +95,12 @@ class EngineSettings:
     )
     weight_budget: float | None = _setting(
         None, "most that packed weights of all policies may take together", unit="GiB", least=0.001
+    )
+    layers: str = _setting(
+        "auto",
+        "auto compiles the decoder layers for decode where a C++ compiler is (seconds, once a kind and machine); eager "
+        "never does",
+        choices=LAYERS,
     )
 
 

@@ -178,6 +178,7 @@ def load_of(
         weight_budget_bytes=budget,
         trust_remote_code=trust_remote_code,
         revision=revision,
+        layers=e.layers,
     )
     if model == DEMO:
         # Without a source it is fetched first.

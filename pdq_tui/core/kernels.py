@@ -1,4 +1,5 @@
-"""Kernel candidates: which kernel multiplies a linear layer, under which limits, and which is best for a row count.
+"""Kernel candidates: which kernel multiplies a linear layer, under which limits, and which is best for a row count; and
+what runs the decoder layers around them.
 
 The tables are data (``kernels_cfg/<device kind>.toml``, a user's file on top), validated as strictly as policies. What a
 candidate *does* lives in the engine under its ``op``; here are only its limits and its order.
@@ -10,12 +11,12 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from pdq_tui import locations
-from pdq_tui.core.policy import GROUP_SIZES, Format
+from pdq_tui.core.policy import GROUP_SIZES, STAGES, Format
 from pdq_tui.errors import UsageError
 
 SCHEMA: Final = 1
@@ -24,8 +25,20 @@ WEIGHTS: Final = ("dense", "int8", "int4")
 ACTIVATIONS: Final = ("model", "int8")
 DTYPES: Final = ("bf16", "fp16", "fp32")
 ARITHMETIC: Final = ("model", "fp32", "int8")
-#: What the engine can detect and a candidate can need or lack: multiplication of bf16 and int8 in hardware.
-FEATURES: Final = ("avx2", "avx512", "bf16", "vnni", "amx")
+#: What the engine can detect and a candidate can need or lack: instructions, bf16 and int8 products in hardware, and a
+#: C++ compiler with Python's headers.
+FEATURES: Final[dict[str, str]] = {
+    "avx2": "AVX2 instructions",
+    "avx512": "AVX-512 instructions",
+    "bf16": "bf16 arithmetic",
+    "vnni": "int8 dot products",
+    "amx": "AMX tiles",
+    "cxx": "a C++ compiler (g++, or the one CXX names) and Python's headers",
+}
+#: What runs a decoder layer: transformers' modules as they are, or one program compiled from them by torch's inductor.
+RUNNERS: Final = ("eager", "inductor")
+#: What a person can ask for: what the table ranks first, or never anything but transformers' modules.
+LAYERS: Final = ("auto", "eager")
 #: op → the layouts of packed bytes that it reads. The engine implements exactly these.
 OPS: Final[dict[str, tuple[str, ...]]] = {
     "linear": ("dense",),
@@ -84,12 +97,9 @@ class Candidate(msgspec.Struct, frozen=True):
         """Why this device or dtype rules it out, whatever the layer; None where it does not."""
         if dtype not in self.dtypes:
             return f"{self.name} takes {', '.join(self.dtypes)}, not {dtype}"
-        for feature in self.needs:
-            if feature not in capability.features:
-                return f"{self.name} needs {feature} arithmetic, which this device lacks"
-        for feature in self.lacks:
-            if feature in capability.features:
-                return f"{self.name} is for devices without {feature} arithmetic"
+        reason = _feature_misfit(self.name, self.needs, self.lacks, capability)
+        if reason is not None:
+            return reason
         if self.min_sm is not None and (capability.sm is None or capability.sm < self.min_sm):
             has = "none" if capability.sm is None else "{}.{}".format(*capability.sm)
             return f"{self.name} needs compute capability {self.min_sm[0]}.{self.min_sm[1]}, this device has {has}"
@@ -112,6 +122,37 @@ class Candidate(msgspec.Struct, frozen=True):
         return (not self.best_rows[0] <= rows <= self.best_rows[1], self.rank, self.name)
 
 
+def _feature_misfit(
+    name: str, needs: Sequence[str], lacks: Sequence[str], capability: Capability
+) -> str | None:
+    for feature in needs:
+        if feature not in capability.features:
+            return f"{name} needs {FEATURES[feature]}, which this machine lacks"
+    for feature in lacks:
+        if feature in capability.features:
+            return f"{name} is for machines without {FEATURES[feature]}"
+    return None
+
+
+class LayerRunner(msgspec.Struct, frozen=True):
+    """One way to run the decoder layers of a stage. ``runner`` is of RUNNERS."""
+
+    name: str
+    runner: str
+    stages: tuple[str, ...] = STAGES
+    summary: str = ""
+    needs: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    rank: int = 50
+
+
+class RunnerChoice(msgspec.Struct, frozen=True):
+    """``runner`` of RUNNERS; ``reasons``: why the better ranked ones do not run here."""
+
+    runner: str
+    reasons: tuple[str, ...] = ()
+
+
 class Choice(msgspec.Struct, frozen=True):
     """``candidate`` None: nothing fits, and ``reasons`` say why. ``passed_over``: what would have come first on this
     device but for the layer's shape (or a failed probe), with the reason."""
@@ -127,6 +168,19 @@ class KernelTable(msgspec.Struct, frozen=True):
     device: str
     candidates: tuple[Candidate, ...]
     origins: tuple[str, ...] = ()
+    layers: tuple[LayerRunner, ...] = ()
+
+    def runner(self, stage: str, capability: Capability) -> RunnerChoice:
+        """What runs the decoder layers of ``stage``: the best ranked that this machine can; "eager" always can."""
+        reasons: list[str] = []
+        for entry in sorted(self.layers, key=lambda entry: (entry.rank, entry.name)):
+            if stage not in entry.stages:
+                continue
+            reason = _feature_misfit(entry.name, entry.needs, entry.lacks, capability)
+            if reason is None:
+                return RunnerChoice(entry.runner, tuple(reasons))
+            reasons.append(reason)
+        return RunnerChoice("eager", tuple(reasons))
 
     def of(self, fmt: Format, layout: str | None = None) -> list[Candidate]:
         weights = "dense" if fmt.dense else fmt.weights
@@ -189,6 +243,7 @@ class KernelTable(msgspec.Struct, frozen=True):
 
 # -- TOML ------------------------------------------------------------------------------------------------------------
 
+_Entry = TypeVar("_Entry", Candidate, LayerRunner)
 _KEYS: Final = frozenset(Candidate.__struct_fields__)
 _REQUIRED: Final = ("name", "op", "weights", "layout")
 
@@ -200,17 +255,20 @@ def load_kernels(device: str, user_dir: Path | None = None) -> KernelTable:
     shipped = locations.shipped("kernels_cfg") / f"{device}.toml"
     user = (user_dir or locations.config_dir() / "kernels_cfg") / f"{device}.toml"
     found: dict[str, Candidate] = {}
+    layers: dict[str, LayerRunner] = {}
     origins = []
     for path in (shipped, user):
         if path == user and not path.is_file():
             continue
-        for candidate in read_kernels(path, device):
-            found[candidate.name] = candidate
+        table = read_kernels(path, device)
+        found.update({candidate.name: candidate for candidate in table.candidates})
+        layers.update({entry.name: entry for entry in table.layers})
         origins.append(str(path))
-    return KernelTable(device, tuple(found.values()), tuple(origins))
+    return KernelTable(device, tuple(found.values()), tuple(origins), tuple(layers.values()))
 
 
-def read_kernels(path: Path, device: str) -> list[Candidate]:
+def read_kernels(path: Path, device: str) -> KernelTable:
+    """One file's entries. Raises UsageError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -218,34 +276,74 @@ def read_kernels(path: Path, device: str) -> list[Candidate]:
     return parse_kernels(text, device, str(path))
 
 
-def parse_kernels(text: str, device: str, origin: str = "kernels") -> list[Candidate]:
+def parse_kernels(text: str, device: str, origin: str = "kernels") -> KernelTable:
     """Validate one document. Raises UsageError naming file, key and the legal values."""
     try:
         doc = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{origin}: not TOML: {error}") from error
-    _known(origin, doc, {"schema", "device", "kernel"}, "")
+    _known(origin, doc, {"schema", "device", "kernel", "layers"}, "")
     if doc.get("schema") != SCHEMA:
         raise UsageError(f"{origin}: schema: {doc.get('schema')!r} is not supported", f"legal: {SCHEMA}")
     if doc.get("device") != device:
         raise UsageError(f"{origin}: device: {doc.get('device')!r} does not belong here", f"legal: {device}")
-    entries = doc.get("kernel", [])
+    return KernelTable(
+        device,
+        tuple(_candidate(origin, *entry) for entry in _entries(origin, doc, "kernel")),
+        (origin,),
+        tuple(_layer_runner(origin, *entry) for entry in _entries(origin, doc, "layers")),
+    )
+
+
+def _entries(origin: str, doc: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
+    """(where it stands, entry) of an array of tables; names are there and differ."""
+    entries = doc.get(key, [])
     if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
-        raise UsageError(f"{origin}: kernel: must be an array of tables", "write each as [[kernel]]")
-    found = [_candidate(origin, f"kernel[{i}]", entry) for i, entry in enumerate(entries)]
-    names = [c.name for c in found]
+        raise UsageError(f"{origin}: {key}: must be an array of tables", f"write each as [[{key}]]")
+    names = [e.get("name") for e in entries]
     for name in names:
-        if names.count(name) > 1:
-            raise UsageError(f"{origin}: kernel.name: {name!r} stands there twice")
-    return found
+        if name is not None and names.count(name) > 1:
+            raise UsageError(f"{origin}: {key}.name: {name!r} stands there twice")
+    return [(f"{key}[{i}]", entry) for i, entry in enumerate(entries)]
+
+
+def _required(origin: str, where: str, entry: dict[str, Any], keys: Sequence[str]) -> None:
+    for key in keys:
+        if not isinstance(entry.get(key), str) or not entry[key]:
+            raise UsageError(
+                f"{origin}: {where}.{key}: is missing or no string", f"required: {', '.join(keys)}"
+            )
+
+
+def _word_lists(origin: str, where: str, entry: dict[str, Any], legal: dict[str, Iterable[Any]]) -> None:
+    for key, words in legal.items():
+        if key not in entry:
+            continue
+        if not isinstance(entry[key], list):
+            raise UsageError(
+                f"{origin}: {where}.{key}: must be a list", f"legal: {', '.join(map(str, words))}"
+            )
+        _among(origin, f"{where}.{key}", entry[key], tuple(words))
+
+
+def _layer_runner(origin: str, where: str, entry: dict[str, Any]) -> LayerRunner:
+    _required(origin, where, entry, ("name", "runner"))
+    where = f"layers {entry['name']!r}"
+    _known(origin, entry, LayerRunner.__struct_fields__, where + ".")
+    _among(origin, f"{where}.runner", [entry["runner"]], RUNNERS)
+    _word_lists(origin, where, entry, {"stages": STAGES, "needs": FEATURES, "lacks": FEATURES})
+    return _converted(origin, where, entry, LayerRunner)
+
+
+def _converted(origin: str, where: str, entry: dict[str, Any], kind: type[_Entry]) -> _Entry:
+    try:
+        return msgspec.convert(entry, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{origin}: {where}: {error}") from error
 
 
 def _candidate(origin: str, where: str, entry: dict[str, Any]) -> Candidate:
-    for key in _REQUIRED:
-        if not isinstance(entry.get(key), str) or not entry[key]:
-            raise UsageError(
-                f"{origin}: {where}.{key}: is missing or no string", f"required: {', '.join(_REQUIRED)}"
-            )
+    _required(origin, where, entry, _REQUIRED)
     where = f"kernel {entry['name']!r}"
     _known(origin, entry, _KEYS, where + ".")
     for key, legal in (
@@ -256,18 +354,12 @@ def _candidate(origin: str, where: str, entry: dict[str, Any]) -> Candidate:
         ("arithmetic", ARITHMETIC),
     ):
         _among(origin, f"{where}.{key}", [entry[key]] if key in entry else [], legal)
-    for key, words in (
-        ("dtypes", DTYPES),
-        ("needs", FEATURES),
-        ("lacks", FEATURES),
-        ("group_sizes", GROUP_SIZES),
-    ):
-        if key in entry:
-            if not isinstance(entry[key], list):
-                raise UsageError(
-                    f"{origin}: {where}.{key}: must be a list", f"legal: {', '.join(map(str, words))}"
-                )
-            _among(origin, f"{where}.{key}", entry[key], words)
+    _word_lists(
+        origin,
+        where,
+        entry,
+        {"dtypes": DTYPES, "needs": FEATURES, "lacks": FEATURES, "group_sizes": GROUP_SIZES},
+    )
     for key in ("n_multiple", "k_multiple"):
         if key in entry and (not _whole(entry[key]) or entry[key] < 1):
             raise UsageError(
@@ -287,10 +379,7 @@ def _candidate(origin: str, where: str, entry: dict[str, Any]) -> Candidate:
             f"{origin}: {where}.layout: {entry['op']} does not read {entry['layout']!r}",
             f"legal: {', '.join(OPS[entry['op']])}",
         )
-    try:
-        return msgspec.convert(entry, Candidate, strict=True)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{origin}: {where}: {error}") from error
+    return _converted(origin, where, entry, Candidate)
 
 
 def _known(origin: str, table: dict[str, Any], allowed: Iterable[str], prefix: str) -> None:

@@ -30,7 +30,8 @@ class Generation:
         self._mask: Tensor | None = None
         with torch.inference_mode():
             if self._pad is None:
-                self._position = torch.zeros((1, 1), dtype=torch.int64, device=device)
+                # One row a sequence, as with padding: a compiled layer knows one shape.
+                self._position = torch.zeros((batch, 1), dtype=torch.int64, device=device)
             else:
                 self._position = -self._pad[:, None].to(torch.int64)
                 self._mask = (
@@ -41,6 +42,7 @@ class Generation:
                     )
                 )
         cache.reset()
+        cache.mask = self._mask
 
     @property
     def length(self) -> int:
@@ -73,6 +75,7 @@ class Generation:
         """int64 [B] → logits [B, V] of the next position."""
         cache = self._cache
         cache.advance(1)
+        cache.activate()
         mask = self._mask
         if mask is not None:
             mask = mask[..., : cache.end]

@@ -7,6 +7,7 @@ step read them in order.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -74,6 +75,8 @@ class KvCache(Cache):
     def __init__(self, shape: KvShape, batch: int, capacity: int, device: torch.device) -> None:
         self.shape, self.batch, self.capacity = shape, batch, capacity
         self.start = self.end = 0
+        #: Additive [batch, 1, 1, capacity] of the present request, None where nothing is padded.
+        self.mask: torch.Tensor | None = None
         self.buffer = torch.empty(
             (shape.layers, 2, batch, shape.kv_heads, capacity, shape.head_dim),
             dtype=shape.dtype,
@@ -89,6 +92,11 @@ class KvCache(Cache):
 
     def reset(self) -> None:
         self.start = self.end = 0
+
+    def activate(self) -> None:
+        """Make this the cache that compiled layers write to: a program cannot be given one as an argument."""
+        global _active
+        _active = weakref.ref(self)
 
     def advance(self, positions: int) -> None:
         """Raises UsageError where the buffer is full: writing on would read past its end."""
@@ -115,3 +123,14 @@ class KvCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.start
+
+
+_active: weakref.ref[KvCache] | None = None
+
+
+def active_cache() -> KvCache:
+    """The cache that was activated last. Raises RuntimeError where there is none any more."""
+    cache = _active() if _active is not None else None
+    if cache is None:
+        raise RuntimeError("a compiled layer ran without an active KV cache")
+    return cache

@@ -149,6 +149,7 @@ class Session:
                     budget_bytes=command.weight_budget_bytes,
                     kernels=load_kernels(device.kind),
                     attention_name=command.attention,
+                    layers=command.layers,
                 )
         except Cancelled:
             return

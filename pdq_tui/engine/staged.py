@@ -6,6 +6,7 @@ tokens. Toggling between policies whose weights are resident is a change of poin
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +29,7 @@ from pdq_tui.engine.formats.unpack import Scratch
 from pdq_tui.engine.generation import Generation
 from pdq_tui.engine.kernels import Prober, capability
 from pdq_tui.engine.kv import KvCache, KvShape
+from pdq_tui.engine.layers import RECORD_AFTER, LayerCompiler, UncompiledError
 from pdq_tui.engine.plan import (
     Layer,
     Placement,
@@ -63,6 +65,7 @@ class StagedModel:
     skeleton   HF causal LM in eval mode; weights of linear layers may be on meta, everything else is on the device.
     masters    the unquantized weights by parameter name, in the checkpoint's own layout (GPT-2's Conv1D: [K, N]).
     attention  "pdq" (this engine's own), or a transformers implementation ("sdpa", "eager") for both stages.
+    layers     "auto": decoder layers run as the kernel table says; "eager": always transformers' modules.
     Raises UnfitError for models whose cache or attention this engine does not implement.
     """
 
@@ -75,6 +78,7 @@ class StagedModel:
         budget_bytes: int | None,
         kernels: KernelTable,
         attention_name: str = "pdq",
+        layers: str = "eager",
     ) -> None:
         attention.register()
         self.skeleton, self.device = skeleton, device
@@ -109,6 +113,8 @@ class StagedModel:
         self.scratch = Scratch()
         self.caller = Caller(skeleton)
         self.attention_name = attention_name
+        self.layers, self._table = layers, kernels
+        self.compiler = LayerCompiler(self.dtype, locations.cache_dir() / "inductor")
         self._arms: weakref.WeakSet[StagedArm] = weakref.WeakSet()
         self._views: weakref.WeakValueDictionary[tuple[Any, ...], View] = weakref.WeakValueDictionary()
         self._caches: OrderedDict[tuple[int, int], KvCache] = OrderedDict()
@@ -184,6 +190,7 @@ class StagedModel:
         self.store.check_fit(plan.new_bytes, live | set(wanted), self.device.free_bytes())
         packed = self.store.pack_missing(wanted, progress, cancelled)
         arm = StagedArm(self, policy, plan, rows, frozenset(wanted), resident=packed == 0)
+        arm.prepare(progress, cancelled)
         self._arms.add(arm)
         return arm
 
@@ -211,17 +218,65 @@ class StagedModel:
 
     # -- views and caches ----------------------------------------------------------------------------------------------
 
-    def view(self, policy: Policy, stage: Stage, rows: int, head_rows: int) -> View:
-        """The view of one stage for a row count, shared by all arms that place every layer alike."""
+    def view(
+        self,
+        policy: Policy,
+        stage: Stage,
+        rows: int,
+        head_rows: int,
+        progress: Progress = lambda *_: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> View:
+        """The view of one stage for a row count, shared by all arms that place every layer alike.
+
+        Raises Cancelled where a compilation was; the view is made again when it is asked for.
+        """
         placements = self.planner.placements(policy, stage, rows, head_rows)
         implementation = self.implementation(stage)
-        key = (implementation, *((p.candidate.name, p.spec.key) for p in placements))
+        runner, reason = self._runner(stage)
+        # A program is compiled for its number of rows.
+        fixed_rows = rows if runner == "inductor" else None
+        key = (implementation, fixed_rows, *((p.candidate.name, p.spec.key) for p in placements))
         view = self._views.get(key)
         if view is None:
             linears = {p.layer.name: self._linear(p) for p in placements}
-            view = View(copy_shell(self.skeleton, linears, implementation), placements)
+            view = View(copy_shell(self.skeleton, linears, implementation), placements, "eager", reason)
+            if runner == "inductor":
+                self._compile(view, rows, progress, cancelled)
             self._views[key] = view
         return view
+
+    def _runner(self, stage: Stage) -> tuple[str, str | None]:
+        """(what runs the decoder layers, why not something better)."""
+        if self.layers == "eager":
+            return "eager", "asked for"
+        if self.attention_name != "pdq":
+            return "eager", f"attention {self.attention_name}"
+        choice = self._table.runner(stage, self.capability)
+        return choice.runner, "; ".join(choice.reasons) or None
+
+    def _compile(self, view: View, rows: int, progress: Progress, cancelled: Callable[[], bool]) -> None:
+        """Compiled layers in the view's place, or the reason why it stays as it is."""
+        begin = time.monotonic()
+        cache = KvCache(self.kv, rows, RECORD_AFTER + 1, self.device.torch_device)
+        words = int(self.skeleton.config.get_text_config().vocab_size)
+
+        def step() -> None:
+            cache.advance(1)
+            token = torch.arange(rows, device=self.device.torch_device)[:, None] * 7 + 31 * cache.end
+            position = torch.full_like(token, cache.start)
+            self.caller.logits(view.model, token % words, None, position, cache)
+
+        try:
+            with torch.inference_mode():
+                self.compiler.attach(
+                    view.model, step, cache, lambda label: progress(0, None, label), cancelled
+                )
+        except UncompiledError as why:
+            view.reason = str(why)
+        else:
+            view.runner, view.reason = "inductor", None
+        view.seconds = time.monotonic() - begin
 
     def implementation(self, stage: Stage) -> str:
         if self.attention_name != "pdq":
@@ -261,10 +316,15 @@ class StagedModel:
 
 
 class View:
-    """One stage's model and how its layers are placed."""
+    """One stage's model and how its layers are placed. ``runner``: what runs the decoder layers; ``reason``: why nothing
+    better; ``seconds``: what compiling them took."""
 
-    def __init__(self, model: PreTrainedModel, placements: Sequence[Placement]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, placements: Sequence[Placement], runner: str, reason: str | None
+    ) -> None:
         self.model, self.placements = model, placements
+        self.runner, self.reason = runner, reason
+        self.seconds: float | None = None
 
 
 class StagedArm:
@@ -286,10 +346,16 @@ class StagedArm:
         self.warnings: list[str] = plan.warnings
         self._weights: WeightsInfo = plan.weights
         self._views: dict[tuple[Stage, int, int], View] = {}
-        counts = sorted(set(rows)) or [1]
-        self.view("decode", counts[0], counts[0])
-        for count in counts[1:] or counts:
-            self.view("prefill", count, counts[0])
+        self._rows = sorted(set(rows)) or [1]
+
+    def prepare(self, progress: Progress, cancelled: Callable[[], bool]) -> None:
+        """Make the views of both stages for the rows that were planned. Raises Cancelled."""
+        decode, *prefill = self._rows
+        counts: dict[Stage, list[int]] = {"decode": [decode], "prefill": prefill or [decode]}
+        for stage in counts:
+            for count in counts[stage]:
+                view = self.view(stage, count, decode, progress, cancelled)
+                self.coverage[stage].runner, self.coverage[stage].runner_reason = view.runner, view.reason
 
     @property
     def weights(self) -> WeightsInfo:
@@ -307,11 +373,19 @@ class StagedArm:
             capacity_tokens=max(capacities, default=None),
         )
 
-    def view(self, stage: Stage, rows: int, head_rows: int) -> View:
+    def view(
+        self,
+        stage: Stage,
+        rows: int,
+        head_rows: int,
+        progress: Progress = lambda *_: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> View:
         key = (stage, rows, head_rows)
         view = self._views.get(key)
         if view is None:
-            view = self._views[key] = self.owner.view(self.policy, stage, rows, head_rows)
+            view = self.owner.view(self.policy, stage, rows, head_rows, progress, cancelled)
+            self._views[key] = view
         return view
 
     def drop(self) -> None:
@@ -332,6 +406,7 @@ class StagedArm:
             )
         if not owner.rotary and owner.max_positions is not None and capacity > owner.max_positions:
             raise UsageError(f"this model has {owner.max_positions} positions, {capacity} were asked for")
+        owner.compiler.settle()
         return Generation(self, owner.cache(batch, capacity), batch, pad)
 
 

@@ -47,6 +47,7 @@ def _ready_lines(ready: ArmReady) -> list[Line]:
     ]
     for stage, coverage in ready.coverage.items():
         lines.append(Line.of(_stage_line(stage, coverage)))
+        lines.append(Line.of(_layers_line(coverage)))
         lines += [_left_line(*group) for group in _grouped(coverage.left)]
     for fallback in ready.fallbacks:
         count = f" ×{fallback.modules}" if fallback.modules > 1 else ""
@@ -69,6 +70,12 @@ def _stage_line(stage: str, c: Coverage) -> str:
         f"  {literal(stage):<8}{_millions(c.converted_parameters)} of {_millions(c.total_parameters)} parameters{share}"
         f"  {format_bytes(c.converted_bytes)}  {formats}  kernels {kernels}"
     )
+
+
+def _layers_line(c: Coverage) -> str:
+    why = f": {literal(c.runner_reason)}" if c.runner_reason else ""
+    how = "eager" if c.runner == "eager" else f"compiled by {literal(c.runner)}"
+    return f"          decoder layers {how}{why}"
 
 
 def _millions(count: int) -> str:

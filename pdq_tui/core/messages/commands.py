@@ -24,7 +24,7 @@ class Load(Message):
     trust_remote_code: bool = False
     revision: str | None = None
     attention: str = "pdq"
-    layers: str = "auto"
+    layers: str = "eager"
 
 
 class SetArm(Message):

@@ -22,14 +22,22 @@ INT_MM_CUDA_MIN_ROWS: Final = 17
 class PackedLinear(nn.Module):
     """Base: shapes, bias, padding of K. ``product`` is the kernel: [rows, k] → [rows, N]."""
 
+    #: True where the product widens the weights into the scratch tensor that all layers share.
+    uses_scratch = False
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
     def __init__(self, packed: Packed, bias: Tensor | None, scratch: Scratch) -> None:
         super().__init__()
         spec = packed.spec
         self.out_features, self.in_features = spec.N, spec.K
-        self.weight: Tensor = packed.weight
-        #: Dense weights have none; the layer of a dense weight never looks.
-        self.scales: Tensor = packed.scales if packed.scales is not None else packed.weight.new_empty(0)
-        self.bias = bias
+        # Buffers, so that whoever looks for a layer's tensors finds them; the same tensors, no copies.
+        self.register_buffer("weight", packed.weight.detach(), persistent=False)
+        # Dense weights have none; the layer of a dense weight never looks.
+        scales = packed.scales if packed.scales is not None else packed.weight.new_empty(0)
+        self.register_buffer("scales", scales, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
         self.group = spec.fmt.group_size
         self.padding = spec.k - spec.K
         self.scratch = scratch
@@ -67,6 +75,8 @@ class DenseLinear(PackedLinear):
 class DenseFloat32(PackedLinear):
     """Weights widened to float32 one layer at a time."""
 
+    uses_scratch = True
+
     def product(self, x: Tensor) -> Tensor:
         wide = self.scratch.take(tuple(self.weight.shape), torch.float32, x.device)
         wide.copy_(self.weight)
@@ -80,6 +90,7 @@ class Int8Pack(PackedLinear):
 
 
 class _Int8Wide(PackedLinear):
+    uses_scratch = True
     wide: torch.dtype | None = None
 
     def product(self, x: Tensor) -> Tensor:
@@ -105,8 +116,10 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class W8A8IntMm(PackedLinear):
+    wide_scales: Tensor
+
     def prepare(self) -> None:
-        self.wide_scales = self.scales.float()
+        self.register_buffer("wide_scales", self.scales.float(), persistent=False)
 
     def product(self, x: Tensor) -> Tensor:
         q, scale = quantize_rows(x)
@@ -130,8 +143,12 @@ class W8A8Int8Pack(PackedLinear):
 class W8A8Float32(PackedLinear):
     """The same whole numbers multiplied in float32; their products are exact, sums up to 2**24."""
 
+    uses_scratch = True
+
+    wide_scales: Tensor
+
     def prepare(self) -> None:
-        self.wide_scales = self.scales.float()
+        self.register_buffer("wide_scales", self.scales.float(), persistent=False)
 
     def product(self, x: Tensor) -> Tensor:
         q, scale = quantize_rows(x)
@@ -147,6 +164,7 @@ class Int4PackCpu(PackedLinear):
 
 
 class _Int4Wide(PackedLinear):
+    uses_scratch = True
     wide: torch.dtype | None = None
 
     def dense(self, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,462 @@
+"""Decoder layers as compiled programs: one for all layers of a kind, their tensors its inputs.
+
+A decode step runs the same few dozen operations once a layer; most of its time beside the weights goes into the calls
+between them. A layer is traced once (``make_fx``) with its parameters as inputs and compiled by torch's inductor, so a
+model of 30 equal layers is compiled once, in seconds, and a policy whose layers look like an earlier one's not at all.
+Keys and values stay outside of the program: one operator of ours writes them into the active cache and attends over
+its filled part, so no shape in the program changes from step to step.
+
+Nothing guards a program at run time. Instead every layer's result is compared with that of the modules it stands for
+before it is used; where one differs, or anything else does not fit, the view stays eager and says why.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from pdq_tui.engine.cancel import Cancelled
+from pdq_tui.engine.formats.linears import PackedLinear
+from pdq_tui.engine.kv import KvCache, active_cache
+
+_log = logging.getLogger(__name__)
+
+ATTENTION: Final = "pdq_decode_layer"
+#: Largest difference of what a layer adds to the hidden state, program against modules, relative to it. Both round to
+#: the model's dtype, the program at fewer places.
+TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
+#: Steps from an empty cache before a layer is recorded.
+RECORD_AFTER: Final = 3
+#: Seconds between two looks at whether a compilation was cancelled.
+POLL_S: Final = 0.05
+
+#: A mask has another shape at every step, and the operator takes it from the cache.
+_NO_MASK: Final = {"attention_mask": None}
+
+Program = Callable[..., Any]
+
+
+class UncompiledError(Exception):
+    """These layers stay eager; the message says why."""
+
+
+# -- the one operator that knows the cache -----------------------------------------------------------------------------
+
+_library: Any = torch.library.Library("pdq", "DEF")  # type: ignore[no-untyped-call]
+_library.define("decode_attention(Tensor q, Tensor k, Tensor v, Tensor slot, float scale) -> Tensor")
+
+
+def _decode_attention(q: Tensor, k: Tensor, v: Tensor, slot: Tensor, scale: float) -> Tensor:
+    """q [B, H, 1, D], k and v [B, Hkv, 1, D] of the new position, slot: the layer's number → [B, 1, H, D].
+
+    Writes k and v into the active cache at its ``start`` and attends over its filled part.
+    """
+    cache = active_cache()
+    keys, values = cache.update(k, v, int(slot))
+    B, H, _, D = q.shape
+    kv_heads = k.shape[1]
+    mask = cache.mask
+    if mask is not None:
+        mask = mask[..., : cache.end]
+    out = F.scaled_dot_product_attention(
+        q.reshape(B, kv_heads, H // kv_heads, D), keys, values, attn_mask=mask, scale=scale
+    )
+    return out.reshape(B, 1, H, D)
+
+
+_library.impl("decode_attention", _decode_attention, "CompositeExplicitAutograd")
+
+
+def _decode_attention_shape(q: Tensor, k: Tensor, v: Tensor, slot: Tensor, scale: float) -> Tensor:
+    B, H, _, D = q.shape
+    return q.new_empty(B, 1, H, D)
+
+
+torch.library.register_fake("pdq::decode_attention", _decode_attention_shape, lib=_library)
+
+
+def _traced_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What a layer calls while it is traced: the operator, with the layer's number as a tensor."""
+    for name in ("softcap", "s_aux", "head_mask", "sinks"):
+        if kwargs.get(name) is not None:
+            raise UncompiledError(f"attention with {name}")
+    slot = kwargs.get("pdq_slot")
+    if slot is None:
+        raise UncompiledError("its layers keep arguments from their attention")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return torch.ops.pdq.decode_attention(query, key, value, slot, scale), None
+
+
+AttentionInterface.register(ATTENTION, _traced_attention)
+
+
+class _PassCache:
+    """Stands for the cache while a layer is traced: the operator does the writing."""
+
+    def update(self, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+# -- what a layer consists of ------------------------------------------------------------------------------------------
+
+
+def _owners(layer: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """(the dict that holds it, its key, tensor) of every parameter and buffer, in a fixed order."""
+    for module in layer.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    yield held, name, tensor
+
+
+def _tensors(layer: nn.Module) -> list[Tensor]:
+    return [tensor.detach() for _, _, tensor in _owners(layer)]
+
+
+@contextmanager
+def _standing_in(layer: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
+    owners = list(_owners(layer))
+    try:
+        for (held, name, _), tensor in zip(owners, tensors, strict=True):
+            held[name] = tensor
+        yield
+    finally:
+        for held, name, tensor in owners:
+            held[name] = tensor
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """The shells of a layer, with configs of their own that name the traced attention; tensors are shared."""
+    mine = copy.copy(module)
+    mine._parameters, mine._buffers = dict(module._parameters), dict(module._buffers)
+    mine._modules = {name: None if m is None else _copy(m) for name, m in module._modules.items()}
+    config = getattr(module, "config", None)
+    if isinstance(config, PreTrainedConfig):
+        mine.__dict__["config"] = copy.copy(config)
+        mine.__dict__["config"]._attn_implementation = ATTENTION
+    return mine
+
+
+def _find(model: nn.Module) -> list[tuple[nn.ModuleList, int]]:
+    """Where the decoder layers are: (list, index), in the model's order."""
+    found = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            found += [
+                (module, i) for i, child in enumerate(module) if isinstance(child, GradientCheckpointingLayer)
+            ]
+    return found
+
+
+# -- recording ---------------------------------------------------------------------------------------------------------
+
+
+#: Where an argument stands: 0 positional or 1 by name, then its keys.
+Place = tuple[int, tuple[Any, ...]]
+
+
+@dataclass
+class _Call:
+    """One recorded call of a layer. ``paths`` and ``inputs``: its tensor arguments, the mask not among them."""
+
+    layer: nn.Module
+    slot: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    paths: list[Place]
+    inputs: list[Tensor]
+    tensors: list[Tensor]
+    out: Tensor | None = None
+
+
+def _record(layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    """The cache becomes a stand-in, the mask None: the operator has both."""
+    found, spec = pytree.tree_flatten_with_path(
+        (args, kwargs | _NO_MASK if "attention_mask" in kwargs else kwargs)
+    )
+    leaves = [
+        _PassCache() if isinstance(leaf, KvCache) else leaf.clone() if isinstance(leaf, Tensor) else leaf
+        for _, leaf in found
+    ]
+    paths = [(_key(path[0]), tuple(map(_key, path[1:]))) for path, leaf in found if isinstance(leaf, Tensor)]
+    mine, named = pytree.tree_unflatten(leaves, spec)
+    return _Call(
+        layer,
+        _slot(layer, number),
+        mine,
+        named,
+        paths,
+        [x for x in leaves if isinstance(x, Tensor)],
+        _tensors(layer),
+    )
+
+
+def _key(entry: pytree.KeyEntry) -> Any:
+    """What stands between the brackets."""
+    if isinstance(entry, pytree.SequenceKey):
+        return entry.idx
+    if isinstance(entry, pytree.MappingKey):
+        return entry.key
+    raise UncompiledError(f"a layer's arguments hold a {type(entry).__name__}")
+
+
+def _reach(args: tuple[Any, ...], kwargs: dict[str, Any], path: Place) -> Any:
+    found: Any = kwargs if path[0] else args
+    for key in path[1]:
+        found = found[key]
+    return found
+
+
+def _signature(call: _Call) -> tuple[Any, ...]:
+    """Equal for layers that one program may serve: classes, plain settings, and what every tensor looks like. Whether
+    that was enough, the comparison of results tells."""
+    modules = tuple(
+        (
+            name,
+            type(module).__qualname__,
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, (int, float, str, bool)) and key != "layer_idx"
+            ),
+        )
+        for name, module in call.layer.named_modules()
+    )
+    flat, _ = pytree.tree_flatten((call.args, call.kwargs))
+    fixed = tuple(repr(x) for x in flat if x is None or isinstance(x, (int, float, str, bool)))
+    looks = tuple((tuple(x.shape), x.stride(), x.dtype) for x in [*call.inputs, *call.tensors])
+    return modules, fixed, tuple(call.paths), looks
+
+
+class _Recorder:
+    """Hooks on every layer for one step."""
+
+    def __init__(self, places: Sequence[tuple[nn.ModuleList, int]]) -> None:
+        self.calls: dict[int, _Call] = {}
+        self._handles = []
+        for number, (held, index) in enumerate(places):
+            layer = held[index]
+            self._handles.append(layer.register_forward_pre_hook(self._before(number), with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(self._after(number)))
+
+    def _before(self, number: int) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.calls[number] = _record(layer, number, args, kwargs)
+
+        return hook
+
+    def _after(self, number: int) -> Callable[..., None]:
+        def hook(_layer: nn.Module, _args: object, out: object) -> None:
+            if isinstance(out, Tensor):
+                self.calls[number].out = out.clone()
+
+        return hook
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _slot(layer: nn.Module, number: int) -> int:
+    """The layer's number in the cache."""
+    found = {int(i) for m in layer.modules() if isinstance(i := getattr(m, "layer_idx", None), int)}
+    if len(found) > 1:
+        raise UncompiledError("a layer writes to more than one place of the cache")
+    return found.pop() if found else number
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------------
+
+
+class CompiledLayer(nn.Module):
+    """A decoder layer as a program of its arguments' tensors, its number, and its own tensors."""
+
+    def __init__(self, program: Program, call: _Call) -> None:
+        super().__init__()
+        self._program, self._paths = program, tuple(call.paths)
+        self._shapes = [tensor.shape for tensor in call.inputs]
+        self._fixed = (torch.tensor(call.slot), *call.tensors)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = [_reach(args, kwargs, path) for path in self._paths]
+        if [
+            tensor.shape for tensor in given
+        ] != self._shapes:  # a program would read past them, without a word
+            raise RuntimeError(f"compiled for {self._shapes}, called with {[t.shape for t in given]}")
+        out: Tensor = self._program(*given, *self._fixed)
+        return out
+
+
+class LayerCompiler:
+    """Programs by signature, kept as long as the model; compiled one at a time, in a thread, so that a cancel is
+    answered while the C++ compiler runs. What was being compiled then is finished and kept."""
+
+    def __init__(self, dtype: torch.dtype, folder: Path) -> None:
+        self.tolerance = TOLERANCE[dtype]
+        # Read by inductor when it first compiles; a user's own choice stands.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        self.programs: dict[tuple[Any, ...], Program] = {}
+        self._thread: threading.Thread | None = None
+
+    def settle(self) -> None:
+        """Wait for a compilation that was cancelled, so that it does not run beside a measurement."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def attach(
+        self,
+        model: PreTrainedModel,
+        step: Callable[[], object],
+        cache: KvCache,
+        progress: Callable[[str], None],
+        cancelled: Callable[[], bool],
+    ) -> None:
+        """Put programs in place of ``model``'s decoder layers.
+
+        step   runs one eager decode step of ``model`` on ``cache``, an empty one of at least RECORD_AFTER + 1 positions.
+        Raises UncompiledError, the model unchanged, and Cancelled, likewise.
+        """
+        places = _find(model)
+        if not places:
+            raise UncompiledError("no decoder layers of transformers' kind were found")
+        scratch = [m for m in model.modules() if isinstance(m, PackedLinear) and m.uses_scratch]
+        if scratch:
+            raise UncompiledError(f"{type(scratch[0]).__name__} widens its weights into shared memory")
+        for _ in range(RECORD_AFTER):
+            step()
+        recorder = _Recorder(places)
+        try:
+            step()
+        finally:
+            recorder.close()
+        calls = [recorder.calls[i] for i in range(len(places)) if i in recorder.calls]
+        if len(calls) != len(places) or any(call.out is None for call in calls):
+            raise UncompiledError("its layers do not return one tensor each")
+        compiled = []
+        self.settle()  # it may be compiling just this
+        cache.activate()
+        for number, call in enumerate(calls):
+            signature = _signature(call)
+            if signature not in self.programs:
+                progress(
+                    f"compiling the decoder layers of this kind once, from layer {number} of {len(calls)}"
+                )
+                self._in_thread(signature, call, cache, cancelled)
+            compiled.append(CompiledLayer(self.programs[signature], call))
+        progress("comparing the compiled layers with the model's own")
+        for number, (layer, call) in enumerate(zip(compiled, calls, strict=True)):
+            self._compare(layer, call, number)
+        _replace(model, places, compiled)
+
+    def _compare(self, layer: CompiledLayer, call: _Call, number: int) -> None:
+        """The change that the layer makes to the hidden state, beyond what rounding that state itself explains: a few
+        of its channels may be a thousand times larger than any change."""
+        assert call.out is not None
+        got, wanted = layer(*call.args, **call.kwargs).double(), call.out.double()
+        change = (wanted - call.inputs[0].double()).norm()
+        rounding = 2 * torch.finfo(call.out.dtype).eps * wanted.abs()
+        error = float(((got - wanted).abs() - rounding).clamp_min(0).norm() / change.clamp_min(1e-12))
+        if not error <= self.tolerance:
+            raise UncompiledError(
+                f"layer {number} compiled differs from its modules by {error:.2g} (allowed {self.tolerance:g})"
+            )
+
+    def _in_thread(
+        self, signature: tuple[Any, ...], call: _Call, cache: KvCache, cancelled: Callable[[], bool]
+    ) -> None:
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                cache.activate()  # and is kept alive by this, also where nobody waits any more
+                self.programs[signature] = _compile(call)
+            except Exception as error:  # noqa: BLE001 - passed on to the thread that waits
+                failed.append(error)
+
+        thread = self._thread = threading.Thread(target=work, name="compile", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(POLL_S)
+            if thread.is_alive() and cancelled():
+                raise Cancelled
+        self._thread = None
+        if failed:
+            if isinstance(failed[0], UncompiledError):
+                raise failed[0]
+            _log.warning("a decoder layer could not be compiled", exc_info=failed[0])
+            raise UncompiledError(f"the compiler failed: {_first_line(failed[0])}") from failed[0]
+
+
+def _compile(call: _Call) -> Program:
+    """Trace one layer and compile it. Its program takes the tensors among the flattened arguments, the slot, and the
+    layer's own tensors."""
+    from torch import _inductor
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    layer = _copy(call.layer)
+    flat, spec = pytree.tree_flatten((call.args, call.kwargs))
+    places = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+    count = len(places)
+
+    def run(*given: Tensor) -> Tensor:
+        leaves = list(flat)
+        for i, tensor in zip(places, given[:count], strict=True):
+            leaves[i] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        with _standing_in(layer, given[count + 1 :]):
+            out = layer(*args, **kwargs, pdq_slot=given[count])
+        if not isinstance(out, Tensor):
+            raise UncompiledError("its layers do not return one tensor each")
+        return out
+
+    # no_grad, not inference_mode: tensors made in the latter cannot be traced
+    with torch.inference_mode(False), torch.no_grad():
+        inputs: list[Any] = [*(x.clone() for x in call.inputs), torch.tensor(call.slot), *call.tensors]
+        graph = make_fx(run)(*inputs)
+        for node in graph.graph.nodes:
+            if node.op == "get_attr":
+                raise UncompiledError("its layers hold tensors that are neither parameters nor buffers")
+        program: Program = _inductor.compile(
+            graph,
+            inputs,
+            # In this process, no pool of workers that would outlive it; no checks of shapes that cannot change.
+            options={"compile_threads": 1, "size_asserts": False},
+        )
+        program(*inputs)  # the C++ is built on the first call
+    return program
+
+
+def _replace(
+    model: nn.Module, places: Sequence[tuple[nn.ModuleList, int]], compiled: Sequence[nn.Module]
+) -> None:
+    """The lists are the view's own shells, their entries are changed in place."""
+    for (held, index), layer in zip(places, compiled, strict=True):
+        held._modules[str(index)] = layer
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0]

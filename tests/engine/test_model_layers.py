@@ -1,0 +1,242 @@
+"""Decoder layers as compiled programs: the same logits as the modules they stand for, or the modules and the reason.
+
+Needs a C++ compiler, as the fake NVML library does.
+"""
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from pdq_tui.core.catalog import find_policy
+from pdq_tui.core.kernels import Capability, load_kernels
+from pdq_tui.core.policy import parse_policy
+from pdq_tui.engine import kernels, layers
+from pdq_tui.engine.cancel import Cancelled
+from pdq_tui.engine.kv import KvCache
+from pdq_tui.engine.staged import StagedArm, StagedModel
+from tests.engine.test_model_staged import Cpu, ids_of, run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Programs of all tests here in one folder, so that each kind is compiled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setenv("PDQ_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
+@pytest.fixture
+def make(load_tiny):
+    def build(path: Path, dtype: torch.dtype | None = None, how: str = "auto") -> StagedModel:
+        model, masters = load_tiny(path, dtype)
+        return StagedModel(model, masters, Cpu(), budget_bytes=None, kernels=load_kernels("cpu"), layers=how)
+
+    return build
+
+
+def applied(staged: StagedModel, name: str, rows: tuple[int, ...] = (1, 16)) -> StagedArm:
+    return staged.apply(find_policy(name), rows=rows)
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "w8a8", "int4"])
+def test_compiled_decode_agrees_with_eager(name, make, tiny_llama) -> None:
+    ids = ids_of(1, 9)
+    _, wanted = run(applied(make(tiny_llama, how="eager"), name), ids, 6)
+    arm = applied(make(tiny_llama), name)
+    assert (arm.coverage["decode"].runner, arm.coverage["decode"].runner_reason) == ("inductor", None)
+    assert arm.coverage["prefill"].runner == "eager"
+    _, got = run(arm, ids, 6)
+    # W8A8 rounds activations: one that lies between two steps may fall to the other side
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=0.05 if name == "w8a8" else 2e-3)
+
+
+def test_compiled_decode_of_a_padded_batch(make, tiny_llama) -> None:
+    ids, pad = ids_of(3, 9), torch.tensor([0, 4, 2])
+    _, wanted = run(applied(make(tiny_llama, how="eager"), "int4", rows=(3, 27)), ids, 6, pad)
+    arm = applied(make(tiny_llama), "int4", rows=(3, 27))
+    assert arm.coverage["decode"].runner == "inductor"
+    _, got = run(arm, ids, 6, pad)
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("fixture", ["tiny_gpt2", "tiny_moe"])
+def test_other_architectures_are_compiled_or_say_why_not(fixture, make, request) -> None:
+    path = request.getfixturevalue(fixture)
+    ids = ids_of(1, 9)
+    _, wanted = run(applied(make(path, how="eager"), "int8"), ids, 6)
+    arm = applied(make(path), "int8")
+    cover = arm.coverage["decode"]
+    assert cover.runner == "inductor" or cover.runner_reason
+    _, got = run(arm, ids, 6)
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=2e-3)
+
+
+def test_bf16_programs_pass_their_own_comparison(make, tiny_llama_bf16) -> None:
+    assert applied(make(tiny_llama_bf16), "int4").coverage["decode"].runner == "inductor"
+
+
+def test_one_program_a_kind_of_layer_and_none_anew_for_a_known_kind(make, tiny_llama) -> None:
+    staged = make(tiny_llama)
+    arms = [applied(staged, "int4")]
+    assert len(staged.compiler.programs) == 1
+    arms.append(applied(staged, "bf16-prefill-int4-decode"))
+    assert len(staged.compiler.programs) == 1
+    arms.append(applied(staged, "int8"))
+    assert len(staged.compiler.programs) == 2
+
+
+def test_layers_of_two_kinds_get_a_program_each(make, tiny_llama) -> None:
+    policy = parse_policy(
+        """
+        schema = 1
+        name = "mixed"
+        storage = "uniform"
+        [prefill]
+        weights = "int8"
+        [decode]
+        weights = "int8"
+        [[keep]]
+        modules = ["*layers.0.mlp*"]
+        """,
+        "mixed.toml",
+    )
+    ids = ids_of(1, 9)
+    _, wanted = run(make(tiny_llama, how="eager").apply(policy, rows=(1, 16)), ids, 6)
+    staged = make(tiny_llama)
+    arm = staged.apply(policy, rows=(1, 16))
+    assert arm.coverage["decode"].runner == "inductor" and len(staged.compiler.programs) == 2
+    _, got = run(arm, ids, 6)
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=2e-3)
+
+
+def test_a_program_that_computes_something_else_is_not_used(make, tiny_llama, monkeypatch) -> None:
+    real = layers._compile
+    monkeypatch.setattr(layers, "_compile", lambda call: lambda *given: real(call)(*given) + 0.1)
+    ids = ids_of(1, 9)
+    arm = applied(make(tiny_llama), "int8")
+    cover = arm.coverage["decode"]
+    assert cover.runner == "eager" and "layer 0 compiled differs from its modules" in str(cover.runner_reason)
+    _, got = run(arm, ids, 6)
+    _, wanted = run(applied(make(tiny_llama, how="eager"), "int8"), ids, 6)
+    assert torch.equal(got, wanted)
+
+
+def test_weights_of_one_layer_baked_into_the_program_are_noticed(make, tiny_llama, monkeypatch) -> None:
+    """What the comparison is for: a program that serves the first layer only."""
+    real = layers._compile
+
+    def baked(call):
+        program = real(call)
+        inputs = len(call.inputs) + 1
+        return lambda *given: program(*given[:inputs], *call.tensors)
+
+    monkeypatch.setattr(layers, "_compile", baked)
+    cover = applied(make(tiny_llama), "int8").coverage["decode"]
+    assert cover.runner == "eager" and "layer 1 compiled differs" in str(cover.runner_reason)
+
+
+def test_a_compiler_that_fails_leaves_the_modules_in_place(make, tiny_llama, monkeypatch) -> None:
+    def fails(call):
+        raise RuntimeError("C++ compile error\nthousands of lines")
+
+    monkeypatch.setattr(layers, "_compile", fails)
+    cover = applied(make(tiny_llama), "int8").coverage["decode"]
+    assert (cover.runner, cover.runner_reason) == ("eager", "the compiler failed: C++ compile error")
+
+
+def test_without_a_compiler_decode_is_eager_and_says_what_is_missing(make, tiny_llama, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    assert not kernels.has_cxx()
+    cover = applied(make(tiny_llama), "int8").coverage["decode"]
+    assert cover.runner == "eager" and "needs a C++ compiler" in str(cover.runner_reason)
+
+
+def test_asked_for_eager_nothing_is_compiled(make, tiny_llama) -> None:
+    staged = make(tiny_llama, how="eager")
+    cover = applied(staged, "int8").coverage["decode"]
+    assert (cover.runner, cover.runner_reason) == ("eager", "asked for") and not staged.compiler.programs
+    # and a table without the entry has nothing to name
+    table = load_kernels("cuda")
+    assert table.runner("decode", Capability("cuda")).runner == "eager"
+
+
+def test_a_cancelled_compilation_returns_at_once_is_finished_and_kept(make, tiny_llama, monkeypatch) -> None:
+    real, begun = layers._compile, []
+
+    def slow(call):
+        begun.append(time.monotonic())
+        time.sleep(1.0)
+        return real(call)
+
+    monkeypatch.setattr(layers, "_compile", slow)
+    staged = make(tiny_llama)
+    with pytest.raises(Cancelled):
+        staged.apply(find_policy("int8"), rows=(1, 16), cancelled=lambda: bool(begun))
+    assert time.monotonic() - begun[0] < 0.5
+    arm = applied(staged, "int8")
+    assert len(begun) == 1 and arm.coverage["decode"].runner == "inductor"
+    _, logits = run(arm, ids_of(1, 9), 3)
+    assert bool(torch.isfinite(logits).all())
+
+
+def test_nothing_measured_runs_beside_a_compilation(make, tiny_llama, monkeypatch) -> None:
+    """A request waits for what a cancel left behind."""
+    real, begun, ended = layers._compile, [], []
+
+    def slow(call):
+        begun.append(True)
+        program = real(call)
+        time.sleep(0.5)
+        ended.append(True)
+        return program
+
+    staged = make(tiny_llama)
+    eager_arm = applied(staged, "int4")
+    monkeypatch.setattr(layers, "_compile", slow)
+    with pytest.raises(Cancelled):
+        staged.apply(find_policy("int8"), rows=(1, 16), cancelled=lambda: bool(begun))
+    assert not ended
+    eager_arm.start(1, 16, None)
+    assert ended == [True]
+
+
+def test_compiling_leaves_no_process_and_no_weights_behind(make, tiny_llama) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    staged = make(tiny_llama)
+    arm = applied(staged, "int8")
+    assert arm.coverage["decode"].runner == "inductor"
+    run(arm, ids_of(1, 9), 3)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    weight = weakref.ref(next(iter(staged.store._entries.values())).weight)
+    arm.drop()
+    del arm
+    staged.release([])
+    gc.collect()
+    assert weight() is None
+
+
+def test_a_program_needs_the_cache_of_the_request_in_flight(make, tiny_llama) -> None:
+    staged = make(tiny_llama)
+    cache = KvCache(staged.kv, 1, 8, torch.device("cpu"))
+    cache.activate()
+    from pdq_tui.engine.kv import active_cache
+
+    assert active_cache() is cache
+    del cache
+    gc.collect()
+    with pytest.raises(RuntimeError, match="without an active KV cache"):
+        active_cache()
+
+
+def test_layers_without_decoder_layers_are_refused() -> None:
+    compiler = layers.LayerCompiler(torch.float32, Path("unused"))
+    with pytest.raises(layers.UncompiledError, match="no decoder layers"):
+        compiler.attach(nn.Linear(2, 2), lambda: None, None, lambda _: None, lambda: False)  # type: ignore[arg-type]
