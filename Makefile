@@ -44,9 +44,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/lint-imports --no-cache
 
 bench: $(VENV)/.installed-dev
-	$(BIN)/python tests/benchmarks/engine.py
-	$(BIN)/python tests/benchmarks/app.py
-	$(BIN)/python tests/benchmarks/store.py
+	$(BIN)/python -m tests.benchmarks.engine --out tests/benchmarks/results/engine.json
+	$(BIN)/python -m tests.benchmarks.app --out tests/benchmarks/results/app.json
+	$(BIN)/python -m tests.benchmarks.store --out tests/benchmarks/results/store.json
 
 screenshots: $(VENV)/.installed-dev
 	$(BIN)/python screenshots/make.py

@@ -5,7 +5,7 @@
 Outside reference: ``transformers.generate`` in bf16 in the same process, same prompts. Inside: every uniform arm and
 the staged ones, each block a random permutation of all arms and its mirror (ABC … CBA), ratios of block means with
 Student-t intervals. Then: what a flip between two resident policies costs from one request to the next, how long each
-format takes to quantize, and how soon a cancelled one ends.
+format takes to quantize, how soon a cancelled one ends, and how long compiling the decoder layers takes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -35,8 +39,9 @@ from pdq_tui.core.workload import Workload
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.device import CpuDevice
 from pdq_tui.engine.loader import load_model
+from pdq_tui.engine.peaks import peaks
 from pdq_tui.engine.prompts import Prepared, prepare
-from pdq_tui.engine.runner import Arm, Hooks, Limits, run_request
+from pdq_tui.engine.runner import Arm, Hooks, Limits, Peaks, run_request
 from pdq_tui.engine.staged import StagedModel
 from tests.benchmarks.machine import machine
 from tests.benchmarks.reference import Generate
@@ -67,11 +72,12 @@ def main() -> None:
         "machine": machine(),
     }
     result["quantize"] = bench.quantize()
+    result["compile"] = bench.compile()
     result["interleaved"] = bench.interleave(args.blocks)
     result["flip"] = bench.flip()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    print(json.dumps({k: result[k] for k in ("quantize", "interleaved", "flip")}, indent=1))
+    print(json.dumps({k: result[k] for k in ("quantize", "compile", "interleaved", "flip")}, indent=1))
 
 
 class Bench:
@@ -88,16 +94,20 @@ class Bench:
             texts.built_in,
         )
         self.model = self._staged()
+        self.peaks = peaks(
+            self.device, self.device.info(), locations.cache_dir(), lambda *_: None, lambda: False
+        )
         self.arms: dict[str, Arm] = {}
         self.generate = Generate(self.directory)
 
-    def _staged(self) -> StagedModel:
+    def _staged(self, layers: str = "auto") -> StagedModel:
         return StagedModel(
             self.loaded.skeleton,
             self.loaded.masters,
             self.device,
             budget_bytes=None,
             kernels=load_kernels("cpu"),
+            layers=layers,
         )
 
     def _apply(
@@ -109,10 +119,13 @@ class Bench:
 
     def quantize(self) -> dict[str, Any]:
         """Seconds from nothing packed to ready, a format at a time on a fresh store; and the time from a cancel, given
-        in the middle, to the end."""
+        in the middle, to the end. Trying kernels that may crash, once a machine, is done and told before."""
         out: dict[str, Any] = {}
+        begin = time.perf_counter()
+        self._staged().planner.probe(find_policy("int8"), lambda: False, lambda *_: None)
+        out["kernel_probe_s"] = round(time.perf_counter() - begin, 3)
         for name in ("int8", "w8a8", "int4"):
-            model = self._staged()
+            model = self._staged("eager")
             begin = time.perf_counter()
             self._apply(model, find_policy(name))
             out[f"{name}_s"] = round(time.perf_counter() - begin, 3)
@@ -124,7 +137,7 @@ class Bench:
                 flag.set()
 
             timer = threading.Timer(out[f"{name}_s"] / 2, ask)
-            model = self._staged()
+            model = self._staged("eager")
             timer.start()
             try:
                 self._apply(model, find_policy(name), flag.is_set)
@@ -133,6 +146,23 @@ class Bench:
             except Cancelled:
                 out[f"{name}_cancel_ms"] = round((time.perf_counter() - asked[0]) * 1e3, 1)
             timer.join()
+        return out
+
+    def compile(self) -> dict[str, Any]:
+        """Seconds for the decoder layers of one uniform policy: into an empty folder, and again from what lies there.
+        The first also finds out what the compiler can do."""
+        out: dict[str, Any] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            for name in UNIFORM:
+                for when in ("first", "again"):
+                    done = subprocess.run(
+                        [sys.executable, "-m", "tests.benchmarks.compile", str(self.directory), name],
+                        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder},
+                        capture_output=True,
+                        text=True,
+                        check=True,
+                    )
+                    out[f"{name}_{when}_s"] = float(done.stdout.splitlines()[-1])
         return out
 
     def interleave(self, blocks: int) -> dict[str, Any]:
@@ -167,6 +197,8 @@ class Bench:
         pairs += [(u, "w8a8-prefill-int8-decode") for u in UNIFORM]
         return {
             "arms_median": arms,
+            "decoder_layers": {n: _runner(self.arms[n]) for n in names[1:]},
+            "explained": {n: self._explained(self.arms[n]) for n in names[1:]},
             "speedup": {
                 f"{reference} / {arm}": {
                     metric: _speedup([b[reference, metric] - b[arm, metric] for b in logs])
@@ -203,6 +235,16 @@ class Bench:
             "n": pairs,
         }
 
+    def _explained(self, arm: Arm) -> dict[str, Any]:
+        """Share of each stage's time that the lower bound of its bytes and operations explains, one request."""
+        record = self._request(arm, 0, self.new, self.peaks)
+        assert record.prefill_ms and record.tpot_ms
+        shares = (record.prefill_bound_ms, record.prefill_ms), (record.decode_bound_ms, record.tpot_ms)
+        return {
+            stage: None if bound is None else round(bound / taken, 3)
+            for stage, (bound, taken) in zip(("prefill", "decode"), shares, strict=True)
+        }
+
     # -- one request -------------------------------------------------------------------------------------------------
 
     def _turn(self, name: str, index: int, new: int) -> dict[str, float]:
@@ -217,7 +259,7 @@ class Bench:
     def _batch(self, index: int) -> Any:
         return self.prepared.batches[index % len(self.prepared.batches)]
 
-    def _request(self, arm: Arm, index: int, new: int) -> Request:
+    def _request(self, arm: Arm, index: int, new: int, peaks: Peaks | None = None) -> Request:
         record = Request(request=index, arm=arm.label, policy="", policy_digest="", kind="loop")
         return run_request(
             self.device,
@@ -226,8 +268,13 @@ class Bench:
             self.prompt + self.new,
             Limits(new, natural=False),
             record,
-            Hooks(),
+            Hooks(peaks=peaks),
         )
+
+
+def _runner(arm: Arm) -> str:
+    cover = arm.staged.coverage["decode"]
+    return cover.runner if cover.runner_reason is None else f"{cover.runner}: {cover.runner_reason}"
 
 
 def _speedup(differences: list[float]) -> dict[str, Any]:
