@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pdq_tui import locations
-from pdq_tui.core.kernels import LAYERS
-from pdq_tui.core.workload import CHAT_TEMPLATES
+from pdq_tui.core.workload import CHAT_TEMPLATES, LAYERS
 from pdq_tui.errors import UsageError
 
 PROJECT_FILE: Final = "pdq.toml"

@@ -37,8 +37,6 @@ FEATURES: Final[dict[str, str]] = {
 }
 #: What runs a decoder layer: transformers' modules as they are, or one program compiled from them by torch's inductor.
 RUNNERS: Final = ("eager", "inductor")
-#: What a person can ask for: what the table ranks first, or never anything but transformers' modules.
-LAYERS: Final = ("auto", "eager")
 #: op → the layouts of packed bytes that it reads. The engine implements exactly these.
 OPS: Final[dict[str, tuple[str, ...]]] = {
     "linear": ("dense",),

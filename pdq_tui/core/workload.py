@@ -14,6 +14,8 @@ import msgspec
 
 PROMPT_SETS: Final = ("short", "long", "mixed")
 CHAT_TEMPLATES: Final = ("auto", "none")
+#: What a person can ask of the decoder layers: what the kernel table ranks first, or transformers' modules in any case.
+LAYERS: Final = ("auto", "eager")
 StopMode = Literal["fixed", "natural"]
 
 
