@@ -64,7 +64,7 @@ def _ready_lines(ready: ArmReady) -> list[Line]:
 
 def _stage_line(stage: str, c: Coverage) -> str:
     share = f" ({100 * c.converted_parameters / c.total_parameters:.1f} %)" if c.total_parameters else ""
-    formats = ", ".join(f"{literal(name)} ×{count}" for name, count in c.formats.items()) or "-"
+    formats = ", ".join(f"{literal(name)} {_millions(count)}" for name, count in c.formats.items()) or "-"
     kernels = ", ".join(f"{literal(name)} ×{count}" for name, count in c.kernels.items()) or "-"
     return (
         f"  {literal(stage):<8}{_millions(c.converted_parameters)} of {_millions(c.total_parameters)} parameters{share}"

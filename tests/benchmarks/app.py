@@ -1,6 +1,6 @@
 """The app's own figures, in a real pseudo-terminal of 120 × 36: ``make bench`` writes the result file.
 
-    python tests/benchmarks/app.py --out FILE [--seconds 20] [--pairs 20] [--model demo]
+    python -m tests.benchmarks.app --out FILE [--seconds 20] [--pairs 20] [--model demo]
 
 first screen   from exec to the first full frame, best of three, and that the process has not mapped torch.
 own CPU, bytes of the app's process over ``--seconds`` while the workload runs at the default refresh.
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64, help="new tokens")
     parser.add_argument("--seconds", type=float, default=20.0, help="window for CPU and bytes")
     parser.add_argument("--pairs", type=int, default=20, help="pairs attached / suspended")
-    parser.add_argument("--slice", type=float, default=4.0, help="seconds of one half of a pair")
+    parser.add_argument("--slice", type=float, default=8.0, help="seconds of one half of a pair")
     parser.add_argument("--starts", type=int, default=3, help="starts for the first screen")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pdq-bench-") as scratch:
@@ -62,7 +62,7 @@ def main() -> None:
             "schema": 1,
             "what": "the app on the demo model in a terminal of 120x36, default refresh,"
             f" prompt {args.prompt}, {args.new} new tokens",
-            "repeat": "make bench, or python tests/benchmarks/app.py --out FILE",
+            "repeat": "make bench, or python -m tests.benchmarks.app --out FILE",
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "limits": LIMITS,
         }

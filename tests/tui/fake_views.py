@@ -65,7 +65,7 @@ def wave(
 def arm_ready(arm: str, policy: Policy, extra: int, *, fallbacks: int = 0) -> ArmReady:
     left = [LeftModule(module="lm_head", parameters=28_311_552, bytes=56_623_104, reason="kept by default")]
 
-    def coverage(label: str) -> Coverage:
+    def coverage(label: str, stage: str) -> Coverage:
         dense = label == "bf16"
         return Coverage(
             converted_parameters=0 if dense else 106_168_320,
@@ -73,8 +73,9 @@ def arm_ready(arm: str, policy: Policy, extra: int, *, fallbacks: int = 0) -> Ar
             converted_bytes=0 if dense else 106_850_000,
             left_bytes=56_623_104,
             left=left,
-            formats={"bf16": 211} if dense else {label: 210, "bf16": 1},
+            formats={"bf16": 134_479_872} if dense else {label: 106_168_320, "bf16": 28_311_552},
             kernels={"torch-linear": 211} if dense else {f"{label}-mm": 210, "torch-linear": 1},
+            runner="inductor" if stage == "decode" else "eager",
         )
 
     return ArmReady(
@@ -88,7 +89,7 @@ def arm_ready(arm: str, policy: Policy, extra: int, *, fallbacks: int = 0) -> Ar
             kept_bytes=56_700_000,
             session_resident_bytes=433_000_000,
         ),
-        coverage={s: coverage(policy.stage(s).format.label) for s in ("prefill", "decode")},  # type: ignore[arg-type]
+        coverage={s: coverage(policy.stage(s).format.label, s) for s in ("prefill", "decode")},  # type: ignore[arg-type]
         kv=KvInfo(dtype="bf16", bytes_per_token=23_040, allocated_bytes=13_271_040, capacity_tokens=100_000),
         fallbacks=[
             Fallback(stage="decode", module="model.layers.*.mlp.down_proj", wanted="int4-g64", used="int4-g32",

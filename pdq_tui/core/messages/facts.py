@@ -54,6 +54,8 @@ class LeftModule(msgspec.Struct, kw_only=True):
 class Coverage(msgspec.Struct, kw_only=True):
     """What one stage of a policy really converted. Parameters are weights of linear layers (and tied heads).
 
+    formats        parameters by format
+    kernels        linear layers by kernel
     runner         what runs the decoder layers: "inductor" (one compiled program) or "eager" (transformers' modules)
     runner_reason  why nothing better does; None where nothing better is known here
     """
