@@ -65,17 +65,17 @@ def _ready_lines(ready: ArmReady) -> list[Line]:
 def _stage_line(stage: str, c: Coverage) -> str:
     share = f" ({100 * c.converted_parameters / c.total_parameters:.1f} %)" if c.total_parameters else ""
     formats = ", ".join(f"{literal(name)} {_millions(count)}" for name, count in c.formats.items()) or "-"
-    kernels = ", ".join(f"{literal(name)} ×{count}" for name, count in c.kernels.items()) or "-"
     return (
         f"  {literal(stage):<8}{_millions(c.converted_parameters)} of {_millions(c.total_parameters)} parameters{share}"
-        f"  {format_bytes(c.converted_bytes)}  {formats}  kernels {kernels}"
+        f"  {format_bytes(c.converted_bytes)}  {formats}"
     )
 
 
 def _layers_line(c: Coverage) -> str:
+    kernels = ", ".join(f"{literal(name)} ×{count}" for name, count in c.kernels.items()) or "-"
     why = f": {literal(c.runner_reason)}" if c.runner_reason else ""
     how = "eager" if c.runner == "eager" else f"compiled by {literal(c.runner)}"
-    return f"          decoder layers {how}{why}"
+    return f"          kernels {kernels}  decoder layers {how}{why}"
 
 
 def _millions(count: int) -> str:
