@@ -57,7 +57,8 @@ def test_T04_tpot_divides_by_n_minus_1(n: int, tpot: float | None) -> None:
     record, _ = run(FakeDevice(), n=n, prefill_ms=100.0, step_ms=10.0)
     assert record.tpot_ms == (None if tpot is None else pytest.approx(tpot))
     assert len(record.itl_ms) == n - 1
-    assert record.ttft_ms == pytest.approx(100)
+    assert record.ttft_ms == record.prefill_ms == pytest.approx(100)
+    assert (record.queue_ms, record.tokenize_ms) == (None, None), "not measured: never 0"
     assert record.e2e_ms == pytest.approx(100 + (n - 1) * (tpot or 0))
 
 

@@ -127,7 +127,8 @@ class NonFinite(msgspec.Struct):
 class Request(Message):
     """One request's record, sent after it ended; never dropped. Times are device times where the device has events.
 
-    ttft_ms = queue + tokenize + prefill + (handoff where it delays the first token; here it does not, so it is apart).
+    ttft_ms = prefill_ms: prompts are tokenized beforehand and nothing queues, so queue_ms and tokenize_ms are None, not
+    measured; the hand-off does not delay the first token and is apart.
     ``itl_ms`` holds every decode step; its sum is decode_ms. ``tpot_ms`` = decode_ms / (steps), null for N < 2.
     ``prefill_bound_ms`` and ``decode_bound_ms`` (mean per step) are the hardware limits of the operators that ran:
     sum of max(bytes / read peak, FLOPs / peak of the dtype), see ``core.roofline``; null without measured peaks.
@@ -153,8 +154,8 @@ class Request(Message):
     output_tokens: list[int] = msgspec.field(default_factory=list)
     stop: str = "fixed"
     stop_reasons: list[str] = msgspec.field(default_factory=list)
-    queue_ms: float = 0.0
-    tokenize_ms: float = 0.0
+    queue_ms: float | None = None
+    tokenize_ms: float | None = None
     prefill_ms: float | None = None
     handoff_ms: float | None = None
     ttft_ms: float | None = None
