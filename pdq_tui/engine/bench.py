@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from pdq_tui.core import protocol as p
 from pdq_tui.core.workload import Turn, block_turns
+from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.device import Device
 from pdq_tui.engine.prompts import Batch, Prepared
 from pdq_tui.engine.runner import Arm, Hooks, Limits, Peaks, first_use, run_request
@@ -165,7 +166,8 @@ class Bench:
         while not control.stopped() and not control.between() and not control.stopped():
             ready = [label for label in command.arms if label in self.arms]
             if control.interleave() and len(ready) > 1:
-                blocks += self._block(ready, command.seed, "loop", control, lambda: not control.interleave())
+                took = self._block(ready, command.seed, "loop", control, lambda: not control.interleave())
+                blocks += took is not None
                 continue
             wanted = control.selected() or current
             if wanted != current and wanted in self.arms:
@@ -186,21 +188,22 @@ class Bench:
         kind: str,
         control: Control,
         given_up: Callable[[], bool] = lambda: False,
-    ) -> int:
-        """One block over one prompt. Returns 1 where it was finished, 0 where it was broken off."""
+    ) -> float | None:
+        """One block over one prompt. Returns the seconds of its turns, None where it was broken off."""
         number, epoch = self._blocks, self.epoch
         self._blocks += 1
         turns = block_turns(arms, number, seed)
         # Warmed before the first turn, so that no turn of the block comes after a warm-up and another does not.
         for label in arms:
             self._warm_up(self._arm(label), self._batch(number), control.stopped)
+        begin = self.device.host_ns()
         for position, turn in enumerate(turns):
             if position and (control.between() or self.epoch != epoch or given_up()):
-                return 0
+                return None
             if control.stopped():
-                return 0
+                return None
             self.request(turn.arm, number, kind, control.stopped, turn)
-        return 0 if control.stopped() else 1
+        return None if control.stopped() else (self.device.host_ns() - begin) / 1e9
 
     # -- the measurement ---------------------------------------------------------------------------------------------
 
@@ -222,7 +225,10 @@ class Bench:
             )
         )
         if command.solo:
-            self._solo(command.arms, control, solo, together)
+            try:
+                self._solo(command.arms, control, solo, together)
+            except Cancelled:
+                assert control.stopped()  # packing is cancelled by the stop, which the loop below answers
         done, measured_s, longest_s, reason = 0, 0.0, 0.0, "done"
         while done < command.blocks or measured_s < command.min_seconds:
             if control.stopped():
@@ -242,11 +248,12 @@ class Bench:
                 )
             )
             begin = self.device.host_ns()
-            finished = self._block(command.arms, command.seed, "blocks", control)
-            block_s = (self.device.host_ns() - begin) / 1e9
-            longest_s = max(longest_s, block_s)
-            measured_s += block_s * finished
-            done += finished
+            took_s = self._block(command.arms, command.seed, "blocks", control)
+            # Warm-ups cost budget, and are no measured time.
+            longest_s = max(longest_s, (self.device.host_ns() - begin) / 1e9)
+            if took_s is not None:
+                measured_s += took_s
+                done += 1
         self._ended(reason, first, done)
 
     def _solo(
@@ -265,7 +272,8 @@ class Bench:
             )
             solo(label)
             self.request(label, 0, "solo", control.stopped)
-        together()
+        if not control.stopped():
+            together()
 
     def _require(self, labels: Sequence[str]) -> None:
         for label in labels:

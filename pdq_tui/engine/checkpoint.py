@@ -178,6 +178,9 @@ class Masters(Protocol):
 
     def names(self) -> Sequence[str]: ...
     def get(self, name: str) -> torch.Tensor: ...
+    def files(self) -> Sequence[Path]:
+        """Files that are mapped into memory; what was read of them stays resident until it is given back."""
+        ...
 
 
 class MappedMasters:
@@ -194,6 +197,9 @@ class MappedMasters:
 
     def names(self) -> Sequence[str]:
         return [*self._tensors, *self._aliases]
+
+    def files(self) -> Sequence[Path]:
+        return list(self._open)
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor as the file holds it (linear layers: [N, K]). Raises KeyError for a name that is not there."""
@@ -221,3 +227,6 @@ class HeldMasters:
 
     def get(self, name: str) -> torch.Tensor:
         return self._tensors[name]
+
+    def files(self) -> Sequence[Path]:
+        return []

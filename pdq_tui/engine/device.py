@@ -7,6 +7,7 @@ timed by the same code.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,7 +49,9 @@ class Device(Protocol):
     def peak_bytes(self) -> int | None: ...
     def allocated_bytes(self) -> int | None: ...
     def free_bytes(self) -> int | None: ...
-    def empty_cache(self) -> None: ...
+    def empty_cache(self, mapped: Iterable[Path] = ()) -> None:
+        """Give back what is free. ``mapped``: files whose mappings were only read."""
+        ...
 
 
 class CpuDevice:
@@ -108,8 +111,8 @@ class CpuDevice:
     def free_bytes(self) -> int | None:
         return memory.host_free_bytes()
 
-    def empty_cache(self) -> None:
-        pass
+    def empty_cache(self, mapped: Iterable[Path] = ()) -> None:
+        memory.give_back(mapped)
 
 
 class CudaDevice:
@@ -179,7 +182,7 @@ class CudaDevice:
         idle = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(free) + int(idle)
 
-    def empty_cache(self) -> None:
+    def empty_cache(self, mapped: Iterable[Path] = ()) -> None:
         torch.cuda.empty_cache()
 
 

@@ -321,6 +321,11 @@ class LayerCompiler:
         self.programs: dict[tuple[Any, ...], Program] = {}
         self._thread: threading.Thread | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Is something still being compiled that nobody waits for?"""
+        return self._thread is not None and self._thread.is_alive()
+
     def settle(self) -> None:
         """Wait for a compilation that was cancelled, so that it does not run beside a measurement."""
         if self._thread is not None:
@@ -343,7 +348,8 @@ class LayerCompiler:
         places = _find(model)
         if not places:
             raise UncompiledError("no decoder layers of transformers' kind were found")
-        scratch = [m for m in model.modules() if isinstance(m, PackedLinear) and m.uses_scratch]
+        inside = [m for held, i in places for m in held[i].modules()]
+        scratch = [m for m in inside if isinstance(m, PackedLinear) and m.uses_scratch]
         if scratch:
             raise UncompiledError(f"{type(scratch[0]).__name__} widens its weights into shared memory")
         for _ in range(RECORD_AFTER):
@@ -376,13 +382,18 @@ class LayerCompiler:
         """The change that the layer makes to the hidden state, beyond what rounding that state itself explains: a few
         of its channels may be a thousand times larger than any change."""
         assert call.out is not None
-        got, wanted = layer(*call.args, **call.kwargs).double(), call.out.double()
+        try:
+            got = layer(*call.args, **call.kwargs).double()
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise UncompiledError(f"layer {number} compiled does not run: {_first_line(error)}") from error
+        wanted = call.out.double()
         change = (wanted - call.inputs[0].double()).norm()
         rounding = 2 * torch.finfo(call.out.dtype).eps * wanted.abs()
-        error = float(((got - wanted).abs() - rounding).clamp_min(0).norm() / change.clamp_min(1e-12))
-        if not error <= self.tolerance:
+        error_share = float(((got - wanted).abs() - rounding).clamp_min(0).norm() / change.clamp_min(1e-12))
+        if not error_share <= self.tolerance:
             raise UncompiledError(
-                f"layer {number} compiled differs from its modules by {error:.2g} (allowed {self.tolerance:g})"
+                f"layer {number} compiled differs from its modules by {error_share:.2g}"
+                f" (allowed {self.tolerance:g})"
             )
 
     def _in_thread(

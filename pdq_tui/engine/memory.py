@@ -7,8 +7,11 @@ thread, which misses short peaks, and the method says so.
 
 from __future__ import annotations
 
+import ctypes
+import re
 import resource
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +21,13 @@ from pdq_tui.core.cgroups import Memory, own_memory
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
+SMAPS = Path("/proc/self/smaps")
 SAMPLE_S = 0.02
+MADV_DONTNEED = 4
+
+_libc = ctypes.CDLL(None)
+#: The first line of a mapping: addresses, permissions, offset, device, inode, file.
+_MAPPING = re.compile(r"(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) \S+ \S+ \S+ \d+ *(?P<path>.*?)$")
 
 
 class PeakMeter(Protocol):
@@ -95,6 +104,40 @@ def status_bytes(key: str, status: Path = STATUS) -> int | None:
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def give_back(mapped: Iterable[Path] = ()) -> None:
+    """Return to the system what this process no longer uses: free pages of the heap (glibc keeps them), and resident
+    pages of the files ``mapped``, which come back from the page cache where they are read again. A mapping that was
+    written to is left alone: its changes would be lost.
+    """
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    wanted = {str(path) for path in mapped}
+    for start, end in _clean_mappings(wanted) if wanted else ():
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_DONTNEED)
+
+
+def _clean_mappings(paths: set[str]) -> list[tuple[int, int]]:
+    """Address ranges of these files in this process that hold no changed page (a private copy is an
+    anonymous page; one that the kernel still has to write to the disk is none); nothing where the system does not tell."""
+    found: list[tuple[int, int]] = []
+    span: tuple[int, int] | None = None
+    try:
+        with SMAPS.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                head = _MAPPING.match(line)
+                if head is not None:
+                    inside = head["path"] in paths
+                    span = (int(head["start"], 16), int(head["end"], 16)) if inside else None
+                elif span is not None and line.startswith("Anonymous:"):
+                    if int(line.split()[1]) == 0:
+                        found.append(span)
+                    span = None
+    except OSError:
+        return []
+    return found
 
 
 def rss_bytes() -> int:

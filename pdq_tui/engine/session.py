@@ -202,6 +202,10 @@ class Session:
                 ready = self._pack(label, policy, command.hard, lambda: self.inbox.cancelled(number))
         except Cancelled:
             self._refuse(command, "cancelled", None)
+            if self.staged is not None and self.staged.compiler.busy:
+                # The C++ compiler cannot be stopped half-way, and nothing may be measured beside it.
+                with self._task("pack", "what was being compiled is finished"):
+                    self.staged.compiler.settle()
             return
         except PdqError as error:
             self._refuse(command, error.message, error.hint)
@@ -295,20 +299,31 @@ class Session:
                 policy = self.bench.arms[label].policy
                 self._pack(label, policy, self.hard.get(label, False), lambda: self.inbox.stopped(number))
 
+        alone: list[str] = []
+
         def solo(label: str) -> None:
             assert self.bench is not None and self.staged is not None
+            alone[:] = [label]
             self.staged.release([self.ready[label]])
             for other, arm in self.bench.arms.items():
                 if other != label:
                     self.bench.forget_warm(arm.policy.digest)
             repack([label])
+            self.staged.give_back()
+
+        def together() -> None:
+            assert self.bench is not None
+            repack(list(self.bench.arms))
+            alone.clear()
 
         def run(bench: Bench, control: Control) -> None:
             # In a measurement nothing is changed on the way.
             fixed = Control(stopped=control.stopped)
             try:
-                bench.blocks(command, fixed, solo, lambda: repack(list(bench.arms)))
-            except Cancelled:
-                self.send(p.RunEnded(reason="stopped", requests=0))
+                bench.blocks(command, fixed, solo, together)
+            finally:
+                for label in [label for label in bench.arms if alone and label not in alone]:
+                    # Stopped before all were together again: the weights of this arm were let go.
+                    del bench.arms[label], self.ready[label]
 
         self._run(number, run)

@@ -6,10 +6,12 @@ tokens. Toggling between policies whose weights are resident is a change of poin
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
@@ -57,6 +59,7 @@ class ModelDevice(Protocol):
     capability: tuple[int, int] | None
 
     def free_bytes(self) -> int | None: ...
+    def empty_cache(self, mapped: Iterable[Path] = ()) -> None: ...
 
 
 class StagedModel:
@@ -203,6 +206,13 @@ class StagedModel:
         self.store.keep_only({key for arm in keep for key in arm.keys})
         self._caches.clear()
         self.scratch.clear()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Return to the system what packing left behind: free pages of the heap, and the checkpoint's pages that were
+        read. What an arm still reads of them comes back with its next pass."""
+        gc.collect()
+        self.device.empty_cache(self.store.masters.files())
 
     @property
     def session_resident_bytes(self) -> int:

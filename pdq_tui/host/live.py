@@ -275,6 +275,13 @@ class LiveSession:
             return
         if not engine.model_ready:
             return
+        # The workload first: its row counts decide which kernels and programs an arm gets.
+        if self._workload is not None and engine.workload_sent != self._workload:
+            if engine.loop_arms is not None:
+                self._stop_sending()
+                return
+            engine.workload_sent, engine.workload_ready = self._workload, False
+            self.supervisor.send(p.SetWorkload(workload=self._workload))
         for arm in ("B", "A"):
             policy = self._policies.get(arm)
             if policy is not None and engine.arms_sent.get(arm) != policy:
@@ -282,12 +289,6 @@ class LiveSession:
                 engine.arms_settled.discard(arm)
                 engine.arms_sent[arm] = policy
                 self.supervisor.send(p.SetArm(arm=arm, policy=policy))
-        if self._workload is not None and engine.workload_sent != self._workload:
-            if engine.loop_arms is not None:
-                self._stop_sending()
-                return
-            engine.workload_sent, engine.workload_ready = self._workload, False
-            self.supervisor.send(p.SetWorkload(workload=self._workload))
         if self._loop:
             self._advance_loop()
 

@@ -175,11 +175,12 @@ class _Driver:
             self.hello = True
             self.supervisor.send(plan.load)
             self._until(p.ModelReady)
+            # The workload first: its row counts decide which kernels and programs an arm gets.
+            self.supervisor.send(p.SetWorkload(workload=plan.workload))
+            self._until(p.WorkloadReady)
             for arm, policy in zip(arms, plan.policies, strict=True):
                 self.supervisor.send(p.SetArm(arm=arm, policy=policy, hard=plan.hard))
                 self._check_fallbacks(self._until(p.ArmReady, _of_arm(arm)))
-            self.supervisor.send(p.SetWorkload(workload=plan.workload))
-            self._until(p.WorkloadReady)
             if plan.budget_s is not None:
                 self._deadline = time.monotonic() + plan.budget_s + GRACE_S
             self.supervisor.send(

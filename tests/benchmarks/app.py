@@ -105,11 +105,12 @@ class Journal:
             if r["valid"] and not (r["warmup"] or r["first_use"] or r["cancelled"]) and r["tpot_ms"]
         ]  # fmt: skip
 
-    def phase(self, packs: int) -> str:
-        """What the engine is doing; ``packs``: how many arms were asked for so far."""
+    def phase(self) -> str:
+        """What the engine is doing, by the tasks that it began and ended."""
         if not self.of("model_ready"):
             return "load"
-        return "quantize" if len(self.of("arm_ready", "arm_refused")) < packs else "measure"
+        packs = [e["type"] for e in self.of("progress", "task_ended") if e["task"] == "pack"]
+        return "quantize" if not packs or packs[-1] == "progress" else "measure"
 
 
 class Bench:
@@ -193,9 +194,9 @@ class Bench:
         """Help opened and closed again and again: while loading, while the first two arms and then further formats
         are packed, and for ten seconds of measuring."""
         found: dict[str, list[float]] = {"load": [], "quantize": [], "measure": []}
-        packs, deadline, measure_since = 2, time.monotonic() + 300, None
+        packs, deadline = 2, time.monotonic() + 150
         while time.monotonic() < deadline:
-            phase = journal.phase(packs)
+            phase = journal.phase()
             for opened in (True, False):
                 sent = terminal.send(b"?")
                 at = terminal.wait(lambda text, wanted=opened: (HELP in text) is wanted, 5.0)
@@ -204,7 +205,6 @@ class Bench:
                 time.sleep(0.05 + random.random() * 0.1)
             if phase != "measure":
                 continue
-            measure_since = measure_since or time.monotonic()
             if packs < 5 and len(journal.requests()) >= packs - 1:
                 # The next format of the active arm's decode stage: it has to be packed while the loop runs.
                 for key in (b"d", b"j", b"\r"):

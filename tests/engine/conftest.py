@@ -126,6 +126,9 @@ class DictMasters:
     def names(self) -> Sequence[str]:
         return list(self._tensors)
 
+    def files(self) -> Sequence[Path]:
+        return []
+
     def get(self, name: str) -> torch.Tensor:
         self.taken.append(name)
         return self._tensors[name]

@@ -6,8 +6,9 @@ capability as well, and work can be told to run out of memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class FakeDevice:
     def free_bytes(self) -> int | None:
         return None if self.total_bytes is None else self.total_bytes - self.held
 
-    def empty_cache(self) -> None:
+    def empty_cache(self, mapped: Iterable[Path] = ()) -> None:
         pass
 
 

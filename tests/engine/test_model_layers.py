@@ -240,3 +240,23 @@ def test_layers_without_decoder_layers_are_refused() -> None:
     compiler = layers.LayerCompiler(torch.float32, Path("unused"))
     with pytest.raises(layers.UncompiledError, match="no decoder layers"):
         compiler.attach(nn.Linear(2, 2), lambda: None, None, lambda _: None, lambda: False)  # type: ignore[arg-type]
+
+
+def test_a_head_that_widens_its_weights_does_not_keep_the_layers_eager(make, tiny_llama_bf16) -> None:
+    """The head is no decoder layer; 16 rows in bf16 without bf16 arithmetic take the widening kernel for it."""
+    staged = make(tiny_llama_bf16)
+    arm = applied(staged, "int8", rows=(16, 16 * 9))
+    view = arm.view("decode", 16, 16)
+    inside = [m for m in view.model.modules() if getattr(m, "uses_scratch", False)]
+    if "bf16" not in staged.capability.features:
+        assert len(inside) == 1
+    assert arm.coverage["decode"].runner == "inductor", arm.coverage["decode"].runner_reason
+
+
+def test_a_program_that_does_not_run_leaves_the_modules_in_place(make, tiny_llama, monkeypatch) -> None:
+    def broken(*given):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(layers, "_compile", lambda call: broken)
+    cover = applied(make(tiny_llama), "int8").coverage["decode"]
+    assert (cover.runner, cover.runner_reason) == ("eager", "layer 0 compiled does not run: no such kernel")

@@ -28,6 +28,9 @@ class Cpu:
     def free_bytes(self) -> int | None:
         return None
 
+    def empty_cache(self, mapped: object = ()) -> None:
+        pass
+
 
 @pytest.fixture(scope="session", autouse=True)
 def probes_in_a_folder_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

@@ -200,3 +200,26 @@ def test_an_arm_without_policy_is_a_sentence() -> None:
     with pytest.raises(UsageError, match="C has no policy"):
         rig.bench.loop(p.StartLoop(arm="C", arms=["C"]), Control())
     assert isinstance(rig.bench.arms["A"], Arm)
+
+
+def test_warm_ups_are_no_measured_time() -> None:
+    """Ten seconds measured are ten seconds of turns: a prompt of a new width is warmed beside them."""
+    rig = Rig(16, 32, 48, 64, first_use_ms=60_000.0)
+    rig.bench.blocks(
+        p.RunBlocks(arms=["A", "B"], blocks=2, min_seconds=3.0, solo=False), Control(), nothing, nothing
+    )
+    turns = rig.requests("blocks")
+    measured_s = sum((r.host_end_ns - r.host_start_ns) / 1e9 for r in turns)
+    assert rig.last().reason == "done" and 3.0 <= measured_s < 6.0
+
+
+def test_a_stop_during_the_solo_passes_brings_nothing_back_and_counts_what_was_run() -> None:
+    rig, calls = Rig(), []
+    rig.bench.blocks(
+        p.RunBlocks(arms=["A", "B"], blocks=2, min_seconds=0.0),
+        Control(stopped=lambda: bool(rig.requests("solo"))),
+        calls.append,
+        lambda: calls.append("together"),
+    )
+    assert calls == ["A"]
+    assert (rig.last().reason, rig.last().blocks) == ("stopped", 0) and rig.last().requests >= 1
