@@ -200,7 +200,15 @@ async def test_S09_any_theme_draws_with_and_without_colour(
 
 def in_terminal(script: Path, environment: dict[str, str]) -> tuple[int, bytes]:
     """Run ``script`` on a pseudo-terminal of 120x36: its exit code, and everything that arrived there."""
-    hidden = ("LANG", "LC_ALL", "NO_COLOR", "COLORTERM", "PYTHONUTF8")
+    hidden = (
+        "LANG",
+        "LC_ALL",
+        "NO_COLOR",
+        "COLORTERM",
+        "PYTHONUTF8",
+        "LINES",
+        "COLUMNS",
+    )  # parallel workers set sizes
     base = {k: v for k, v in os.environ.items() if k not in hidden}
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 36, 120, 0, 0))
