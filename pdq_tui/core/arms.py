@@ -92,7 +92,7 @@ def arm_stats(
 ) -> dict[str, Summary]:
     """Summaries of one arm's requests by metric id. Left out: warm-up, first use, cancelled, invalid, control
     (``counts`` tells how many). Memory is from the solo passes where there are any. A peak is the largest of all
-    passes and has no interval; everything else is a median."""
+    passes and has no interval; everything else is a median whose interval takes a block as one observation (``units``)."""
     used = timed(requests)
     solo = [r for r in requests if r.kind == "solo" and r.valid and not r.cancelled]
     mixed = _mixed_lengths(used)
@@ -103,9 +103,12 @@ def arm_stats(
         why = metric.missing if source else "no request was measured"
         if id_ == "itl_ms":
             summary = summarize_pooled(gaps(used), metric.unit, why)
+        elif id_ in PEAK_METRICS:
+            summary = _largest([metric.of(r, device, model) for r in source], metric.unit, why)
         else:
-            values = [metric.of(r, device, model) for r in source]
-            summary = (_largest if id_ in PEAK_METRICS else summarize)(values, metric.unit, why)
+            # The two requests of a block share its minute of clocks and heat: together they are one observation.
+            values = [[metric.of(r, device, model) for r in unit] for unit in units(source)]
+            summary = summarize_pooled(values, metric.unit, why)
         if mixed and id_ in ("e2e_ms", "decode_tokens_per_s") and summary.median is not None:
             summary = msgspec.structs.replace(summary, note=mixed)
         found[id_] = summary

@@ -22,6 +22,11 @@ from pdq_tui.core.protocol import Coverage, Request
 from pdq_tui.core.stats import Quantiles, Ratio, Summary, quantiles
 
 SCHEMA: Final = 1
+#: Where an arm's memory is from. Only what was measured ALONE is that policy's own.
+SOLO: Final = "solo pass"
+ONLY: Final = "only policy of the session"
+SHARED: Final = "shared session"
+ALONE: Final = (SOLO, ONLY)
 _NO_ENERGY: Final = (
     "needs windows of at least 5 s in one stage on the energy counter, which this version does not make"
 )
@@ -257,7 +262,7 @@ def arm_document(facts: Facts, label: str) -> Json:
     _put_weights(out, facts, label)
     _put_summary(out, "gap_ms", stats["gap_ms"])
     _put_bytes(out, "steady_bytes", stats["steady_bytes"])
-    out["memory_from"] = "solo pass" if solo else "shared session"
+    out["memory_from"] = SOLO if solo else ONLY if _only(facts) else SHARED
     put(out, "memory_method", next((r.memory_method for r in memory_from if r.memory_method), None))
     out["fallbacks"] = [msgspec.to_builtins(f) for f in ready.fallbacks] if ready else []
     bad = invalid_reason(requests)
@@ -270,6 +275,11 @@ def arm_document(facts: Facts, label: str) -> Json:
     for metric, value in drift(requests, facts.device, facts.model).items():
         put(out["drift"], metric, value, "fewer than 6 requests")
     return out
+
+
+def _only(facts: Facts) -> bool:
+    """Whether one arm under one policy was all that the engine ever held."""
+    return len(facts.labels()) <= 1 and len({r.policy_digest for r in facts.requests}) <= 1
 
 
 def _put_summary(into: Json, key: str, s: Summary) -> None:

@@ -133,8 +133,10 @@ def summarize(values: Sequence[float | None], unit: str, reason: str | None = No
     return _summary(sorted(present(values)), None, unit, reason)
 
 
-def summarize_pooled(groups: Sequence[Sequence[float]], unit: str, reason: str | None = None) -> Summary:
-    """As ``summarize`` for values that come in dependent groups (the gaps of one request): the median is of all
+def summarize_pooled(
+    groups: Sequence[Sequence[float | None]], unit: str, reason: str | None = None
+) -> Summary:
+    """As ``summarize`` for values that come in dependent groups (the gaps of one request, the requests of one block): the median is of all
     values, the interval's ranks are those of as many values as there are groups."""
     filled = [g for g in (present(group) for group in groups) if g]
     return _summary(sorted(v for g in filled for v in g), len(filled), unit, reason)
@@ -146,14 +148,15 @@ def _summary(ordered: list[float], units: int | None, unit: str, reason: str | N
         return Summary(median=None, ci95=None, n=0, unit=unit, reason=reason or "nothing was measured")
     independent = n if units is None else units
     if independent < MEDIAN_CI_MIN:
-        few = f"n = {independent}: a 95 % interval of the median needs {MEDIAN_CI_MIN}"
+        what = f"n = {n}" if independent == n else f"{independent} independent units"
+        few = f"{what}: a 95 % interval of the median needs {MEDIAN_CI_MIN}"
         return Summary(median=statistics.median(ordered), ci95=None, n=n, unit=unit, reason=few)
     k = _median_rank(independent)
     low, high = k - 1, independent - k
     if units is not None:
         # Ranks of the groups as fractions of the pooled values: as wide as if each group were one value.
-        low = math.floor(low / independent * n)
-        high = min(n - 1, math.ceil((high + 1) / independent * n) - 1)
+        low = low * n // independent
+        high = min(n - 1, -(-(high + 1) * n // independent) - 1)
     return Summary(median=statistics.median(ordered), ci95=(ordered[low], ordered[high]), n=n, unit=unit)
 
 

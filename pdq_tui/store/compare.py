@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from pdq_tui.core.arms import arm_stats
+from pdq_tui.core.document import ALONE, SHARED
 from pdq_tui.core.metrics import MEMORY_METRICS, METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, ratios
 from pdq_tui.core.stats import UNSURE, Interval, Ratio, Summary, judge
@@ -284,6 +285,19 @@ def _word(a: float | None, b: float | None, effect: float, better: str | None) -
     return judge(Interval(d, d, d, 1), math.log1p(effect), better)
 
 
+def _shared(a: Snapshot, b: Snapshot) -> str:
+    """Why memory is not the policies' own: another one was resident beside it, and its bytes are in the figure."""
+    states = [s.arm.get("memory_from") for s in (a, b)]
+    if all(s in ALONE for s in states):
+        return ""
+    shared = [s for s in states if s == SHARED]
+    if len(shared) == 2:
+        return "both arms were resident"
+    return (
+        "another arm was resident beside one of them" if shared else "not known what was resident beside them"
+    )
+
+
 def _resident(method: str) -> bool:
     return any(word in method.lower() for word in ("rss", "resident set", "vmhwm"))
 
@@ -297,6 +311,8 @@ def _memory_row(
     spoiled: str,
 ) -> Row:
     one, two = stats[0][metric], stats[1][metric]
+    if one.median is not None and two.median is not None:
+        spoiled = spoiled or _shared(a, b)
     resident = any(_resident(str(s.arm.get("memory_method") or "")) for s in (a, b))
     word = _word(one.median, two.median, max(min_effect, RESIDENT_MEMORY_EFFECT if resident else 0), "lower")
     reason = _why(one, two)

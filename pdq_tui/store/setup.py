@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from pdq_tui.core.document import ALONE
 from pdq_tui.store.snapshot import Snapshot
 
 OK: Final = "ok"
@@ -150,9 +151,16 @@ def setup_checks(reference: Snapshot, candidate: Snapshot, *, paired: bool) -> l
         "memory method",
         *both(lambda s: _joined(s.arm.get("memory_method"), s.arm.get("memory_from"))),
         (MEMORY,),
+        same=lambda _a, _b: both(_memory)[0] == both(_memory)[1],
         text="memory was measured in different ways",
     )
     return c.found
+
+
+def _memory(s: Snapshot) -> tuple[Any, Any]:
+    """How memory was read and of what: alone in a pass and alone in its process are the same."""
+    origin = s.arm.get("memory_from")
+    return s.arm.get("memory_method"), "alone" if origin in ALONE else origin
 
 
 def _joined(*parts: Any) -> str | None:
