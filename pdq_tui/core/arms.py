@@ -78,6 +78,15 @@ def gaps(requests: Sequence[Request]) -> list[list[float]]:
     return [[v for r in unit for v in r.itl_ms] for unit in units(requests)]
 
 
+def invalid_reason(requests: Sequence[Request]) -> str | None:
+    """Why an arm's figures may be shown but never ranked; None if every request of it is valid."""
+    for r in requests:
+        if not r.valid:
+            where = f" (first in {r.nonfinite.stage}, step {r.nonfinite.step})" if r.nonfinite else ""
+            return f"{r.invalid_reason or 'invalid'}{where}"
+    return None
+
+
 def unequal_work(one: Sequence[Request], two: Sequence[Request]) -> str | None:
     """Why end-to-end times of two arms may not be judged: they made different numbers of tokens."""
     made = [{tuple(r.output_tokens) for r in side} for side in (one, two)]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
-from pdq_tui.core.arms import arm_stats, counts, drift, timed
+from pdq_tui.core.arms import arm_stats, counts, drift, invalid_reason, timed
+from pdq_tui.core.comparable import runners_differ
 from pdq_tui.core.facts import Facts, slowed
 from pdq_tui.core.metrics import METRICS
-from pdq_tui.core.pairs import blocks_of
+from pdq_tui.core.pairs import blocks_of, control_intervals
 from pdq_tui.core.protocol import Request
 from pdq_tui.core.stats import LOOKS
 
@@ -21,21 +23,13 @@ BLOCKS_MIN: Final = LOOKS[0]
 SECONDS_MIN: Final = 10.0
 
 
-def invalid_reason(requests: Sequence[Request]) -> str | None:
-    """Why an arm's figures may be shown but never ranked; None if every request of it is valid."""
-    for r in requests:
-        if not r.valid:
-            where = f" (first in {r.nonfinite.stage}, step {r.nonfinite.step})" if r.nonfinite else ""
-            return f"{r.invalid_reason or 'invalid'}{where}"
-    return None
-
-
 def warnings(facts: Facts, labels: Sequence[str]) -> list[str]:
     """Sentences about everything that a reader of the figures must know."""
     out: list[str] = []
     for label in labels:
         out += _arm_warnings(facts, label)
     out += _too_short(facts)
+    out += _between(facts, labels)
     if facts.superseded:
         out.append(f"{facts.superseded} requests of an earlier workload or model are left out")
     out += [f"{a}: policy {r.policy} was refused: {r.reason}" for a, r in facts.refused.items()]
@@ -90,6 +84,25 @@ def _arm_warnings(facts: Facts, label: str) -> list[str]:
     if unsteady:
         out.append(f"{label}: {unsteady} of {len(answers)} prompts got different answers on repetition")
     return out
+
+
+def _between(facts: Facts, labels: Sequence[str]) -> list[str]:
+    """What stands between the arms beside their policies."""
+    found = []
+    for arm in labels[1:]:
+        for why in dict.fromkeys(runners_differ(facts.arms, labels[0], arm).values()):
+            found.append(f"{why}: that is no difference of precision, and nothing is said of the times")
+    if labels:
+        mine = [r for a in labels for r in facts.of(a)]
+        mine.sort(key=lambda r: (r.t_ns, r.request))
+        control = control_intervals(mine, labels[0], device=facts.device, model=facts.model)
+        for metric, interval in control.items():
+            if interval is not None and interval.n >= BLOCKS_MIN and (interval.low > 0 or interval.high < 0):
+                found.append(
+                    f"{labels[0]} against itself differs in {METRICS[metric].short} by {math.expm1(interval.mean):+.1%}: "
+                    "the place in a block matters here; nothing smaller than that is called a difference"
+                )
+    return found
 
 
 def _too_short(facts: Facts) -> list[str]:

@@ -13,8 +13,9 @@ from typing import Any, Final
 
 import msgspec
 
-from pdq_tui.core.arms import arm_stats, counts, drift, gaps, timed
-from pdq_tui.core.caveats import invalid_reason, warnings
+from pdq_tui.core.arms import arm_stats, counts, drift, gaps, invalid_reason, timed
+from pdq_tui.core.caveats import warnings
+from pdq_tui.core.comparable import obstacles
 from pdq_tui.core.facts import Facts, clocks, collect
 from pdq_tui.core.metrics import METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, noise_floor, ratios
@@ -109,7 +110,7 @@ def compared(facts: Facts, requests: Sequence[Request], labels: Sequence[str], m
             min_effect,
             device=facts.device,
             model=facts.model,
-            conditions=conditions(facts, labels),
+            conditions=obstacles(facts, labels),
         )
         floors = noise_floor(requests, labels[0], device=facts.device, model=facts.model)
     told: Json = {}
@@ -121,12 +122,6 @@ def compared(facts: Facts, requests: Sequence[Request], labels: Sequence[str], m
 def complete_blocks(requests: Sequence[Request], labels: Sequence[str]) -> list[Any]:
     """The blocks in which every arm took part twice and counted."""
     return [b for b in blocks_of(requests) if all(len(b.get((a, False), ())) >= 2 for a in labels)]
-
-
-def conditions(facts: Facts, labels: Sequence[str]) -> dict[str, str]:
-    """arm → why nothing may be said of it: it, or the reference, is invalid."""
-    bad = {a: f"{a}: {why}" for a in labels if (why := invalid_reason(facts.of(a))) is not None}
-    return {a: why for a in labels[1:] if (why := bad.get(a) or bad.get(labels[0])) is not None}
 
 
 def setup_document(meta: Mapping[str, Any], facts: Facts, blocks: int) -> Json:
@@ -365,6 +360,8 @@ def ratio_json(r: Ratio) -> Json:
     out |= {"unit": METRICS[r.metric].unit, "judgement": r.judgement, "blocks": r.blocks}
     if r.reason:
         out["judgement_reason"] = r.reason
+    if r.decided_at is not None:
+        out["decided_at_blocks"] = r.decided_at
     put(out, "threshold", None if r.threshold is None else math.expm1(r.threshold))
     put(out, "noise_floor", r.noise_floor, "no repeated control of at least two blocks")
     return out

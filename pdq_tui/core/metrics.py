@@ -379,6 +379,8 @@ RATIO_METRICS: Final = (
     "tpot_ms",
     "decode_tokens_per_s",
 )
+#: Rates that are a time's reciprocal: one hypothesis, which must not be counted twice in a correction for several.
+MIRRORS: Final = {"prefill_tokens_per_s": "prefill_ms", "decode_tokens_per_s": "tpot_ms"}
 MEMORY_METRICS: Final = tuple(m.id for m in _ALL if m.stage == "memory")
 #: High-water marks: the largest of several passes is the figure, not their median.
 PEAK_METRICS: Final = ("prefill_peak_bytes", "decode_peak_bytes")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pdq_tui.core.arms import unequal_work
-from pdq_tui.core.metrics import METRICS, PRIMARY, RATIO_METRICS
+from pdq_tui.core.metrics import METRICS, MIRRORS, PRIMARY, RATIO_METRICS
 from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
 from pdq_tui.core.stats import (
     ALPHA,
@@ -124,17 +124,17 @@ def ratios(
     device: DeviceInfo | None = None,
     model: ModelInfo | None = None,
     metrics: Sequence[str] = RATIO_METRICS,
-    conditions: Mapping[str, str] | None = None,
+    conditions: Mapping[str, Mapping[str, str]] | None = None,
     floors: Mapping[str, float | None] | None = None,
 ) -> list[Ratio]:
     """arm / reference for each arm but the reference and each metric, from paired blocks.
 
     Only requests of the policy that an arm follows now (its last request's) are paired. ``ci95`` is the plain 95 %
     interval; the word follows Holm's levels for all but the primary metric. ``provisional``: live figures, whose words
-    appear only at the planned looks; between two looks the last decided word stands. Blocks of an endless loop are
-    always judged so, since it is a person who looks and stops. ``conditions``: arm → what
-    differed while it was measured, which makes every word of it "unsure". ``floors``: metric → noise floor (fraction)
-    of the same run, for arms neither of which was run again as its own rival.
+    are decided only at the planned looks; a decided word stands as long as the present figures do not speak against
+    it. Blocks of an endless loop are always judged so, since it is a person who looks and stops. ``conditions``:
+    arm → metric → what differed while it was measured, which makes that word "unsure". ``floors``: metric → noise
+    floor (fraction) of the same run, for arms neither of which was run again as its own rival.
     """
     current = _current_policy(requests)
     blocks = blocks_of(current)
@@ -143,9 +143,10 @@ def ratios(
     for arm in arms:
         if arm == reference:
             continue
-        told = (conditions or {}).get(arm) or _launch_bound(current, reference, arm)
-        unequal = None if told else _unequal(current, reference, arm)
-        blocked = {m: told or (unequal if m == PRIMARY else None) for m in metrics}
+        told = (conditions or {}).get(arm, {})
+        eager = _launch_bound(current, reference, arm)
+        unequal = None if eager else _unequal(current, reference, arm)
+        blocked = {m: told.get(m) or eager or (unequal if m == PRIMARY else None) for m in metrics}
         rows += _arm_ratios(
             blocks, reference, arm, min_effect, provisional, device, model, metrics, blocked, floors or {}
         )
@@ -155,8 +156,8 @@ def ratios(
 def _given(floor: float | None) -> Interval | None:
     if floor is None:
         return None
-    half = math.log1p(floor)
-    return Interval(0.0, -half, half, 0, "of the run")
+    reach = math.log1p(floor)
+    return Interval(0.0, -reach, reach, 0, "of the run")
 
 
 def noise_floor(
@@ -167,14 +168,27 @@ def noise_floor(
     model: ModelInfo | None = None,
     metrics: Sequence[str] = RATIO_METRICS,
 ) -> dict[str, float | None]:
-    """Half-width of the A/A control's 95 % interval by metric, as a fraction; None where there is no control."""
+    """How far from 1 the A/A control's 95 % interval reaches, by metric, as a fraction; None where there is none."""
+    found = control_intervals(requests, reference, device=device, model=model, metrics=metrics)
+    return {m: None if i is None else math.expm1(i.reach) for m, i in found.items()}
+
+
+def control_intervals(
+    requests: Sequence[Request],
+    reference: str,
+    *,
+    device: DeviceInfo | None = None,
+    model: ModelInfo | None = None,
+    metrics: Sequence[str] = RATIO_METRICS,
+) -> dict[str, Interval | None]:
+    """The reference against itself, ln units, by metric; None below two blocks with a control."""
     blocks = blocks_of(_current_policy(requests))
-    floors: dict[str, float | None] = {}
-    for metric in metrics:
-        d = differences(blocks, metric, reference, reference, control=True, device=device, model=model)
-        interval = block_interval(d)
-        floors[metric] = None if interval is None else math.expm1(interval.half_width)
-    return floors
+    return {
+        m: block_interval(
+            differences(blocks, m, reference, reference, control=True, device=device, model=model)
+        )
+        for m in metrics
+    }
 
 
 def _current_policy(requests: Sequence[Request]) -> list[Request]:
@@ -217,7 +231,7 @@ def _arm_ratios(
         ]
         for m in metrics
     }
-    # Whichever side was run again as its own rival: the half-width is the same seen from either.
+    # Whichever side was run again as its own rival: the reach is the same seen from either.
     rival = next((a for a in (reference, arm) if any((a, True) in b for b in blocks)), None)
     control = {
         m: []
@@ -225,23 +239,25 @@ def _arm_ratios(
         else differences(blocks, m, rival, rival, control=True, device=device, model=model)
         for m in metrics
     }
-    seen = _Seen(
+    seen = Seen(
         {m: [ours - theirs for ours, theirs in pairs] for m, pairs in logs.items()},
         control,
         {m: _given(f) for m, f in floors.items()},
         min_effect,
     )
-    words = _live_words(seen) if provisional else _words(seen, ALPHA)
+    looked = _live_words(seen) if provisional else {m: (w, None) for m, w in words(seen, ALPHA).items()}
     rows = []
     for metric in metrics:
         d = seen.found[metric]
         interval, floor, delta = block_interval(d), seen.floor(metric), seen.delta(metric)
-        word, reason = words[metric], blocked[metric]
+        (word, look), reason = looked[metric], blocked[metric]
         if reason is not None or interval is None:
             word = UNSURE
             reason = reason or f"{len(d)} block{'' if len(d) == 1 else 's'}"
-        elif provisional and len(d) < LOOKS[0]:
-            reason = f"{len(d)} of {LOOKS[0]} blocks"
+        elif look is not None and not _stands(word, interval, delta, METRICS[metric].better):
+            word, reason = UNSURE, f"{word} at {look} blocks, but no longer at {len(d)}"
+        elif provisional and look is None:
+            reason = _until_next_look(len(d)) or unsure_reason(interval, delta, min_effect)
         elif word == UNSURE:
             reason = unsure_reason(interval, delta, min_effect)
         rows.append(
@@ -254,17 +270,18 @@ def _arm_ratios(
                 judgement=word,
                 blocks=len(d),
                 threshold=delta,
-                noise_floor=None if floor is None else math.expm1(floor.half_width),
-                provisional=provisional and len(d) not in LOOKS,
+                noise_floor=None if floor is None else math.expm1(floor.reach),
+                provisional=provisional and look is None and len(d) < LOOKS[-1],
                 reason=reason,
                 level=None if not d else math.exp(statistics.fmean(theirs for _, theirs in logs[metric])),
+                decided_at=None if word == UNSURE else look,
             )
         )
     return rows
 
 
 @dataclass(frozen=True)
-class _Seen:
+class Seen:
     """By metric: the block differences of two arms, those of a side against itself, and the run's own floor for where
     no side was."""
 
@@ -273,7 +290,7 @@ class _Seen:
     given: Mapping[str, Interval | None]
     min_effect: float
 
-    def until(self, look: int) -> _Seen:
+    def until(self, look: int) -> Seen:
         """What was known after ``look`` blocks; without the metrics that have fewer."""
         found = {m: d[:look] for m, d in self.found.items() if len(d) >= look}
         return replace(self, found=found, control={m: self.control[m][:look] for m in found})
@@ -285,33 +302,49 @@ class _Seen:
         return threshold(self.min_effect, self.floor(metric))
 
 
-def _live_words(seen: _Seen) -> dict[str, str]:
-    """The words at the planned looks: the first look that decides a metric decides it."""
-    words = dict.fromkeys(seen.found, UNSURE)
+def _stands(word: str, interval: Interval, delta: float, better: str | None) -> bool:
+    """Whether the figures beside a word that an earlier look decided still say the same. Taking a word back never
+    raises the rate of false alarms."""
+    return judge(interval, delta, better) == word
+
+
+def _until_next_look(blocks: int) -> str | None:
+    """ "12 of 20 blocks"; None where all looks are behind."""
+    ahead = [look for look in LOOKS if look > blocks]
+    return f"{blocks} of {ahead[0]} blocks" if ahead else None
+
+
+def _live_words(seen: Seen) -> dict[str, tuple[str, int | None]]:
+    """The words at the planned looks and the look: the first that decides a metric decides it."""
+    decided: dict[str, tuple[str, int | None]] = dict.fromkeys(seen.found, (UNSURE, None))
     for look in LOOKS:
-        for metric, word in _words(seen.until(look), LOOK_ALPHA).items():
-            if words[metric] == UNSURE:
-                words[metric] = word
-    return words
+        for metric, word in words(seen.until(look), LOOK_ALPHA).items():
+            if decided[metric][0] == UNSURE and word != UNSURE:
+                decided[metric] = word, look
+    return decided
 
 
-def _words(seen: _Seen, alpha: float) -> dict[str, str]:
-    """Judgement of each metric: the primary at ``alpha``, the others at Holm's levels."""
-    words: dict[str, str] = {}
+def words(seen: Seen, alpha: float) -> dict[str, str]:
+    """Judgement of each metric: the primary at ``alpha``, the others at Holm's levels. A rate that is a time's
+    reciprocal is the same hypothesis as the time and is judged at its level."""
+    found: dict[str, str] = {}
 
     def one(metric: str, level: float) -> tuple[str, Interval | None]:
         interval, delta = block_interval(seen.found[metric], level), seen.delta(metric)
         return careful(judge(interval, delta, METRICS[metric].better), delta, seen.min_effect), interval
 
     if PRIMARY in seen.found:
-        words[PRIMARY] = one(PRIMARY, alpha)[0]
-    rest = [m for m in seen.found if m != PRIMARY]
+        found[PRIMARY] = one(PRIMARY, alpha)[0]
+    mirrored = {m: of for m, of in MIRRORS.items() if m in seen.found and of in seen.found}
+    rest = [m for m in seen.found if m != PRIMARY and m not in mirrored]
     p = [two_sided_p(block_interval(seen.found[m]), seen.found[m]) for m in rest]
     levels = holm_alphas(p, alpha)
     stopped = False
     for i in sorted(range(len(rest)), key=lambda i: p[i]):
-        word, interval = one(rest[i], levels[i])
         # Holm stops at the first metric whose interval holds 0; none after it may be called different.
+        _, interval = one(rest[i], levels[i])
         stopped = stopped or interval is None or interval.low <= 0 <= interval.high
-        words[rest[i]] = UNSURE if stopped and word in (BETTER, WORSE) else word
-    return words
+        for metric in (rest[i], *(m for m, of in mirrored.items() if of == rest[i])):
+            word, _ = one(metric, levels[i])
+            found[metric] = UNSURE if stopped and word in (BETTER, WORSE) else word
+    return found

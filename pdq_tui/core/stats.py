@@ -59,8 +59,8 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     """arm / reference of one metric. ``judgement``: better, worse, same, unsure. ``threshold`` is δ, in ln units.
 
     ``level``: what the ratio multiplies, in the metric's unit: the reference's geometric mean over the same blocks
-    (unpaired: the median of its blocks). ``provisional``: a live figure between planned looks; carries no word to rely
-    on.
+    (unpaired: the median of its blocks). ``provisional``: a live figure whose word no planned look has decided yet.
+    ``decided_at``: the number of blocks of the planned look that decided a live word.
     """
 
     reference: str
@@ -75,6 +75,7 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     provisional: bool = False
     reason: str | None = None
     level: float | None = None
+    decided_at: int | None = None
 
     @property
     def difference(self) -> float | None:
@@ -102,6 +103,11 @@ class Interval(msgspec.Struct, frozen=True):
     @property
     def half_width(self) -> float:
         return (self.high - self.low) / 2
+
+    @property
+    def reach(self) -> float:
+        """The largest distance from 0 that the interval holds: half its width where it is centred on 0."""
+        return max(abs(self.low), abs(self.high))
 
 
 class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -302,9 +308,10 @@ def holm_alphas(p_values: Sequence[float], alpha: float = ALPHA) -> list[float]:
 
 
 def threshold(min_effect: float, control: Interval | None) -> float:
-    """δ in ln units: max(ln(1 + least effect that matters), half-width of the A/A control's interval)."""
+    """δ in ln units: max(ln(1 + least effect that matters), reach of the A/A control's interval). Its reach and not
+    its half-width: where the reference differs from itself by its place in the block, so may any two arms."""
     least = math.log1p(min_effect)
-    return least if control is None else max(least, control.half_width)
+    return least if control is None else max(least, control.reach)
 
 
 def judge(interval: Interval | None, delta: float, better: str | None) -> str:

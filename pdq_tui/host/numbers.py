@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from pdq_tui.core.arms import arm_stats
+from pdq_tui.core.comparable import runners_differ
 from pdq_tui.core.pairs import ratios
-from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
+from pdq_tui.core.protocol import ArmReady, DeviceInfo, ModelInfo, Request
 from pdq_tui.core.stats import Ratio, Summary
 
 #: Newest requests of one arm that its live summaries rest on.
@@ -41,6 +42,7 @@ class _Input:
     blocked: list[Request]
     device: DeviceInfo | None
     model: ModelInfo | None
+    arms: Mapping[str, ArmReady]
 
 
 class Numbers:
@@ -67,8 +69,10 @@ class Numbers:
         # A ratio joins two arms: one that changed starts it anew for both.
         self._blocked.clear()
 
-    def snapshot(self, device: DeviceInfo | None, model: ModelInfo | None) -> _Input:
-        return _Input({a: list(r) for a, r in self._recent.items()}, list(self._blocked), device, model)
+    def snapshot(
+        self, device: DeviceInfo | None, model: ModelInfo | None, arms: Mapping[str, ArmReady]
+    ) -> _Input:
+        return _Input({a: list(r) for a, r in self._recent.items()}, list(self._blocked), device, model, arms)
 
     def compute(self, given: _Input) -> Figures:
         stats = {a: arm_stats(r, given.device, given.model) for a, r in given.stats.items()}
@@ -86,6 +90,7 @@ class Numbers:
             provisional=True,
             device=given.device,
             model=given.model,
+            conditions={a: runners_differ(given.arms, self.reference, a) for a in arms},
         )
         found: dict[str, dict[str, Ratio]] = {}
         for row in rows:

@@ -390,7 +390,8 @@ class Session:
 
     def _compute(self) -> None:
         with self._lock:
-            given = self._numbers.snapshot(self._device, self._model)
+            ready = {name: arm.ready for name, arm in self._arms.items() if arm.ready is not None}
+            given = self._numbers.snapshot(self._device, self._model, ready)
             generation = self._generation
         figures = self._numbers.compute(given)
         with self._lock:

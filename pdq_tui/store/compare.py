@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from pdq_tui.core.arms import arm_stats
+from pdq_tui.core.comparable import STAGES, stage_metrics
 from pdq_tui.core.document import ALONE, SHARED
 from pdq_tui.core.metrics import MEMORY_METRICS, METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, ratios
@@ -185,7 +186,7 @@ def _rows(
 ) -> list[Row]:
     spoiled = {
         group: ", ".join(c.what for c in checks if c.status == DIFFERS and group in c.invalidates)
-        for group in (SPEED, MEMORY)
+        for group in (SPEED, MEMORY, *STAGES)
     }
     spoiled[COUNTED] = ", ".join(c.what for c in checks if c.refuses)
     invalid = next((s for s in (a, b) if s.arm.get("valid") is False), None)
@@ -210,13 +211,18 @@ def _rows(
     else:
         by_metric = {r.metric: r for r in unpaired(a, b, RATIO_METRICS, min_effect)}
     method = PAIRED if paired else UNPAIRED
-    rows = [_speed_row(b, m, stats, by_metric[m], method, spoiled[SPEED]) for m in RATIO_METRICS]
+    rows = [_speed_row(b, m, stats, by_metric[m], method, _spoils_speed(m, spoiled)) for m in RATIO_METRICS]
     for m in MEMORY_METRICS:
         rows.append(_memory_row(a, b, m, stats, min_effect, spoiled[MEMORY]))
     rows += [_figure_row(a, b, f, min_effect, spoiled[COUNTED]) for f in FIGURES.values()]
     for m in _UTILIZATION:
         rows.append(_plain_row(b, m, stats))
     return rows
+
+
+def _spoils_speed(metric: str, spoiled: dict[str, str]) -> str:
+    by_stage = [spoiled[stage] for stage in STAGES if metric in stage_metrics(stage)]
+    return ", ".join(dict.fromkeys(s for s in (spoiled[SPEED], *by_stage) if s))
 
 
 def _speed_row(

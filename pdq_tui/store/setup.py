@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from pdq_tui.core.comparable import STAGES
 from pdq_tui.core.document import ALONE
 from pdq_tui.store.snapshot import Snapshot
 
@@ -26,8 +27,8 @@ CPU_CLOCK_TOLERANCE: Final = 0.05
 class SetupCheck(msgspec.Struct, frozen=True, kw_only=True):
     """One condition of ``candidate`` (a snapshot id) against the reference.
 
-    ``status``: ok, differs, unknown, by policy. ``invalidates``: the groups of rows ("speed", "memory") about which
-    nothing may then be said. ``refuses``: the comparison makes no sense and is made only when forced.
+    ``status``: ok, differs, unknown, by policy. ``invalidates``: the groups of rows ("speed", "memory", or one stage's
+    "prefill", "decode") about which nothing may then be said. ``refuses``: the comparison makes no sense and is made only when forced.
     """
 
     candidate: str
@@ -219,16 +220,18 @@ def _versions(s: Snapshot) -> dict[str, Any]:
 
 
 def _kernels(c: _Checks) -> None:
-    """By stage. Policies that ask for the same in a stage must have run it by the same kernels and the same runner,
-    or it was not the precision that was compared; where they ask for different things, so are the kernels, and what
-    both ran is only shown."""
-    for stage in ("prefill", "decode"):
+    """By stage. Policies that ask for the same in a stage must have run it by the same kernels, or it was not the
+    precision that was compared; where they ask for different things, so are the kernels, and what both ran is only
+    shown. What runs the layers (compiled or not) is no policy's wish and must be the same in any case."""
+    for stage in STAGES:
         asked = c.both(lambda s, stage=stage: _asked(s, stage))  # type: ignore[misc]
         ran = c.both(lambda s, stage=stage: kernels(s.arm, stage))  # type: ignore[misc]
         if None not in asked and asked[0] == asked[1]:
-            c.add(f"{stage} kernels", *ran, (SPEED,), text="other kernels ran the same formats")
+            c.add(f"{stage} kernels", *ran, (stage,), text="other kernels ran the same formats")
         else:
             c.show(f"{stage} kernels", *ran)
+        layers = c.both(lambda s, stage=stage: _covered(s.arm, stage).get("runner"))  # type: ignore[misc]
+        c.add(f"{stage} layers", *layers, (stage,), text="compiled on one side only")
 
 
 def _asked(s: Snapshot, stage: str) -> Any:
@@ -238,14 +241,18 @@ def _asked(s: Snapshot, stage: str) -> Any:
 
 
 def kernels(arm: Mapping[str, Any], stage: str) -> str | None:
-    """ "linear ×210, eager": how many modules each kernel ran in ``stage`` of one ``arms[]`` of the contract, and what
-    ran the layers."""
-    coverage = arm.get("coverage")
-    covered = coverage.get(stage) if isinstance(coverage, dict) else None
-    if not isinstance(covered, dict) or not isinstance(covered.get("kernels"), dict):
+    """ "linear ×210": how many modules each kernel ran in ``stage`` of one ``arms[]`` of the contract."""
+    covered = _covered(arm, stage)
+    if not isinstance(covered.get("kernels"), dict):
         return None
     counted = [f"{name} ×{n}" for name, n in sorted(covered["kernels"].items())]
-    return _joined(*counted, covered.get("runner"))
+    return _joined(*counted)
+
+
+def _covered(arm: Mapping[str, Any], stage: str) -> dict[str, Any]:
+    coverage = arm.get("coverage")
+    covered = coverage.get(stage) if isinstance(coverage, dict) else None
+    return covered if isinstance(covered, dict) else {}
 
 
 def _clocks(c: _Checks, paired: bool) -> None:

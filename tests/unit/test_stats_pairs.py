@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 
 from pdq_tui.core import protocol as p
 from pdq_tui.core.analysis import noise_floor, ratios
-from pdq_tui.core.pairs import blocks_of, differences
-from pdq_tui.core.stats import Ratio
+from pdq_tui.core.metrics import RATIO_METRICS
+from pdq_tui.core.pairs import Seen, blocks_of, differences, words
+from pdq_tui.core.stats import ALPHA, Ratio
 from pdq_tui.core.workload import block_turns
+
+
+def words_of(found: dict[str, list[float]]) -> dict[str, str]:
+    return words(Seen(found, {m: [] for m in found}, {}, 0.01), ALPHA)
 
 
 def by_metric(rows: list[Ratio]) -> dict[str, Ratio]:
@@ -166,18 +171,44 @@ def test_live_words_appear_only_at_the_planned_looks(make_run: Any) -> None:
     for n in (2, 9, 10, 15, 20, 21):
         some = [r for r in run.requests if r.block is None or r.block < n]
         row = by_metric(ratios(some, "A", ["A", "B"], provisional=True))["e2e_ms"]
-        words[n] = (row.judgement, row.provisional)
+        words[n] = (row.judgement, row.provisional, row.decided_at)
         assert row.ratio is not None and row.ci95 is not None
         if n < 10:
             assert row.reason == f"{n} of 10 blocks"
     assert words == {
-        2: ("unsure", True),
-        9: ("unsure", True),
-        10: ("better", False),
-        15: ("better", True),
-        20: ("better", False),
-        21: ("better", True),
+        2: ("unsure", True, None),
+        9: ("unsure", True, None),
+        10: ("better", False, 10),
+        15: ("better", False, 10),
+        20: ("better", False, 10),
+        21: ("better", False, 10),
     }
+
+
+def looped(differences_: list[float]) -> Ratio:
+    requests = [
+        r
+        for n, d in enumerate(differences_)
+        for r in block([("A", 100), ("B", 100 * math.exp(d)), ("B", 100 * math.exp(d)), ("A", 100)], n)
+    ]
+    return ratios(requests, "A", ["A", "B"], provisional=True, metrics=("e2e_ms",))[0]
+
+
+def test_a_live_word_that_the_present_figures_contradict_is_taken_back() -> None:
+    early = [-0.05 + 0.001 * (-1) ** n for n in range(10)]
+    assert (looped(early).judgement, looped(early).decided_at) == ("better", 10)
+    row = looped(early + [0.05] * 10)  # by now it is even
+    assert row.ci95 is not None and row.ci95[0] < 1 < row.ci95[1]
+    assert (row.judgement, row.decided_at) == ("unsure", None)
+    assert row.reason == "better at 10 blocks, but no longer at 20"
+
+
+def test_after_the_last_look_nothing_is_promised_anymore() -> None:
+    even = [0.05 * (-1) ** n for n in range(45)]
+    assert (looped(even[:12]).provisional, looped(even[:12]).reason) == (True, "12 of 20 blocks")
+    row = looped(even)
+    assert (row.judgement, row.provisional, row.decided_at) == ("unsure", False, None)
+    assert row.reason == "the interval is too wide"
 
 
 def test_an_endless_loop_is_judged_at_the_planned_looks_whoever_asks(make_run: Any) -> None:
@@ -198,8 +229,37 @@ def test_an_eager_gpu_run_gives_no_verdict(make_run: Any) -> None:
 
 def test_conditions_told_from_outside_make_it_unsure(make_run: Any) -> None:
     run = make_run({"A": (100, 50), "B": (50, 25)})
-    rows = ratios(run.requests, "A", ["A", "B"], conditions={"B": "clocks"})
+    told = {"B": dict.fromkeys(RATIO_METRICS, "clocks")}
+    rows = ratios(run.requests, "A", ["A", "B"], conditions=told)
     assert {(r.judgement, r.reason) for r in rows} == {("unsure", "clocks")}
+    rows = ratios(run.requests, "A", ["A", "B"], conditions={"B": {"tpot_ms": "clocks"}})
+    assert {r.metric for r in rows if r.judgement == "unsure"} == {"tpot_ms"}
+
+
+def test_a_rate_is_no_second_hypothesis_beside_its_time() -> None:
+    """Of TTFT, prefill and TPOT the last is judged at α/1 … α/3; two rates more would make it α/5."""
+    seen = {m: [0.02, 0.021, 0.019, 0.0205] for m in ("ttft_ms", "prefill_ms", "tpot_ms")}
+    both = seen | {"prefill_tokens_per_s": [-d for d in seen["prefill_ms"]]}
+    both |= {"decode_tokens_per_s": [-d for d in seen["tpot_ms"]]}
+    alone, mirrored = words_of(seen), words_of(both)
+    assert {m: mirrored[m] for m in seen} == alone
+    assert mirrored["decode_tokens_per_s"] == mirrored["tpot_ms"] == "worse"
+
+
+def test_the_reference_that_differs_from_itself_by_its_place_widens_the_threshold() -> None:
+    requests = []
+    for n in range(10):
+        wobble = 1 + 0.002 * (-1) ** n
+        turns = [("A", 100.0), ("B", 104 * wobble), ("B", 104 * wobble), ("A", 100.0)]
+        one = block(turns, n)
+        again = block([("A", 105 * wobble), ("A", 105 * wobble)], n)  # 5 % slower than itself
+        for slot, r in enumerate(again, start=4):
+            r.control, r.slot = True, slot
+        requests += one + again
+    row = ratios(requests, "A", ["A", "B"], metrics=("e2e_ms",))[0]
+    assert row.noise_floor == pytest.approx(0.05, abs=0.005)
+    assert row.judgement == "unsure"
+    assert row.threshold is not None and row.threshold > math.log(row.ratio or 0)
 
 
 def test_T06_unequal_lengths_make_e2e_unsure_and_leave_the_stages(make_run: Any) -> None:

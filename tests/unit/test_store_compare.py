@@ -291,7 +291,7 @@ def test_other_kernels_for_the_same_format_are_not_a_comparison_of_precisions(sn
     one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa")[0]
     two = snap({"bf16": (100, 70)}, run="20260102T000000Z-bbbb", edit=other)[0]
     c = compare([one, two])
-    assert differing(c) == {"decode kernels": ("speed",)}
+    assert differing(c) == {"decode kernels": ("decode",)}
     assert (rows(c)["tpot_ms"].judgement, rows(c)["tpot_ms"].reason) == ("unsure", "decode kernels")
 
     compiled = snap(
@@ -299,7 +299,21 @@ def test_other_kernels_for_the_same_format_are_not_a_comparison_of_precisions(sn
         run="20260103T000000Z-cccc",
         edit=lambda m: m["arm"]["coverage"]["prefill"].update(runner="inductor"),
     )[0]
-    assert differing(compare([one, compiled])) == {"prefill kernels": ("speed",)}
+    c = compare([one, compiled])
+    assert differing(c) == {"prefill layers": ("prefill",)}
+    by_metric = {m: r.reason for m, r in rows(c).items() if r.judgement == "unsure" and r.flagged}
+    assert by_metric == dict.fromkeys(
+        ("e2e_ms", "ttft_ms", "prefill_ms", "prefill_tokens_per_s"), "prefill layers"
+    )
+
+
+def test_memory_of_arms_that_were_resident_together_is_no_policys_own(snap: Any) -> None:
+    shared = snap({"bf16": (100, 50), "int4": (100, 40)}, solo=False)
+    r = rows(compare(shared))["steady_bytes"]
+    assert (r.judgement, r.flagged, r.reason) == ("unsure", True, "both arms were resident")
+    alone = snap({"bf16": (100, 50)}, run="20260103T000000Z-cccc", solo=False)
+    assert alone[0].arm["memory_from"] == "only policy of the session"
+    assert rows(compare(snap({"bf16": (100, 50), "int4": (100, 40)})))["steady_bytes"].judgement == "same"
 
 
 def test_kernels_that_differ_because_the_policies_do_are_named_and_spoil_nothing(
@@ -315,8 +329,8 @@ def test_kernels_that_differ_because_the_policies_do_are_named_and_spoil_nothing
     check = next(k for k in c.setup if k.what == "decode kernels")
     assert (check.status, check.reference, check.value) == (
         "by policy",
-        "linear ×210, eager",
-        "packed4 ×210, eager",
+        "linear ×210",
+        "packed4 ×210",
     )
     assert check.invalidates == () and rows(c)["tpot_ms"].judgement == "better"
     assert next(k for k in c.setup if k.what == "prefill kernels").status == "ok"
