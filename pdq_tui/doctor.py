@@ -24,8 +24,8 @@ import msgspec
 
 from pdq_tui import locations
 from pdq_tui.core.catalog import policies
+from pdq_tui.core.formats import default_of, formats
 from pdq_tui.core.kernels import Capability, load_kernels
-from pdq_tui.core.policy import Format
 from pdq_tui.core.protocol import (
     ProtocolError,
     SensorSample,
@@ -53,12 +53,7 @@ ENGINE_TIMEOUT_S: Final = 180.0
 SENSORS_TIMEOUT_S: Final = 6.0
 #: A demo model, converted, and a run: less than this is worth a word.
 FREE_BYTES: Final = 1_000_000_000
-_FORMATS: Final = (
-    Format(),
-    Format("int8"),
-    Format("int8", "int8"),
-    Format("int4", "model", 64),
-)
+_FORMATS: Final = tuple(fmt for fmt in formats() if not fmt.dense or fmt == default_of("bf16"))
 
 #: Run by a child: the engine's own device, seen through the engine's own eyes. Its last line of output is JSON.
 _ENGINE: Final = """

@@ -16,13 +16,15 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from pdq_tui import locations
-from pdq_tui.core.policy import GROUP_SIZES, STAGES, Format
+from pdq_tui.core.formats import ACTIVATIONS as ACTIVATIONS
+from pdq_tui.core.formats import GROUP_SIZES, KINDS, Format
+from pdq_tui.core.policy import STAGES
 from pdq_tui.errors import UsageError
 
 SCHEMA: Final = 1
 DEVICES: Final = ("cpu", "cuda")
-WEIGHTS: Final = ("dense", "int8", "int4")
-ACTIVATIONS: Final = ("model", "int8")
+#: What a candidate multiplies: the dense formats are one.
+WEIGHTS: Final = ("dense", *(name for name, kind in KINDS.items() if not kind.dense))
 DTYPES: Final = ("bf16", "fp16", "fp32")
 ARITHMETIC: Final = ("model", "fp32", "int8")
 #: What the engine can detect and a candidate can need or lack: instructions, bf16 and int8 products in hardware, and a

@@ -15,6 +15,14 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from pdq_tui.core.formats import (
+    ACTIVATIONS,
+    LATER_WEIGHTS,
+    WEIGHTS,
+    Format,
+    default_of,
+    wrong_with,
+)
 from pdq_tui.errors import UsageError
 
 SCHEMA: Final = 1
@@ -22,50 +30,13 @@ SCHEMA: Final = 1
 Stage = Literal["prefill", "decode"]
 STAGES: Final[tuple[Stage, Stage]] = ("prefill", "decode")
 
-#: Weight formats of the policy file. "bf16" means the model's own dtype where the model is not bf16.
-WEIGHTS: Final = ("bf16", "fp16", "fp32", "fp8", "int8", "int4", "nf4", "fp4", "llm-int8")
-#: Formats that this version can pack and run; the others are refused by name.
-IMPLEMENTED_WEIGHTS: Final = ("bf16", "fp16", "fp32", "int8", "int4")
-ACTIVATIONS: Final = ("model", "int8", "fp8")
 STORAGE: Final = ("uniform", "shared", "nested", "transient", "dual")
 IMPLEMENTED_STORAGE: Final = ("uniform", "shared", "dual")
-GROUP_SIZES: Final = (32, 64, 128, 256)
 ON_FALLBACK: Final = ("warn", "fail")
 ON_MISFIT: Final = ("smaller-group", "pad", "leave")
 KV_DTYPES: Final = ("bf16",)
 KV_CONVERT: Final = ("write", "handoff", "never")
 MIXED: Final = ("split", "prefill", "decode")
-
-DENSE: Final = frozenset({"bf16", "fp16", "fp32"})
-
-
-class Format(msgspec.Struct, frozen=True, order=True):
-    """How one weight matrix is held and multiplied in one stage.
-
-    weights      one of WEIGHTS; "bf16" stands for the model's own dtype.
-    activations  "model" (the model's dtype) or "int8" (per-token scales) or "fp8".
-    group_size   columns of K that share a scale; 0 where the format has none (per output channel).
-    """
-
-    weights: str = "bf16"
-    activations: str = "model"
-    group_size: int = 0
-
-    @property
-    def storage_key(self) -> str:
-        """Names the packed bytes. int8 weight-only and W8A8 share one layout, hence one key."""
-        return f"{self.weights}-g{self.group_size}" if self.group_size else self.weights
-
-    @property
-    def label(self) -> str:
-        """Short name for people: bf16, int8, w8a8, int4-g64."""
-        if self.weights == "int8" and self.activations == "int8":
-            return "w8a8"
-        return self.storage_key
-
-    @property
-    def dense(self) -> bool:
-        return self.weights in DENSE
 
 
 class StagePolicy(msgspec.Struct, frozen=True):
@@ -245,37 +216,23 @@ class _Reader:
             raise self.fail(
                 prefix + "source", "weights from a checkpoint of their own are not supported by this version"
             )
-        weights = self.choice(table, "weights", WEIGHTS, "bf16", prefix)
-        if weights not in IMPLEMENTED_WEIGHTS:
+        weights = self.choice(table, "weights", WEIGHTS + LATER_WEIGHTS, "bf16", prefix)
+        if weights in LATER_WEIGHTS:
             raise self.fail(
                 prefix + "weights",
                 f"{weights!r} is not supported by this version",
-                f"legal here: {', '.join(IMPLEMENTED_WEIGHTS)}",
+                f"legal here: {', '.join(WEIGHTS)}",
             )
         activations = self.choice(table, "activations", ACTIVATIONS, "model", prefix)
-        if activations == "fp8":
-            raise self.fail(
-                prefix + "activations", "'fp8' is not supported by this version", "legal here: model, int8"
-            )
-        if activations == "int8" and weights != "int8":
-            raise self.fail(
-                prefix + "activations",
-                f"int8 activations need int8 weights, not {weights}",
-                'set weights = "int8" or leave activations out',
-            )
-        group = table.get("group_size", 64 if weights == "int4" else 0)
+        group = table.get("group_size", default_of(weights).group_size)
         if isinstance(group, bool) or not isinstance(group, int):
             raise self.fail(prefix + "group_size", f"must be a whole number, not {group!r}")
-        if weights == "int4":
-            if group not in GROUP_SIZES:
-                raise self.fail(
-                    prefix + "group_size",
-                    f"{group} is not a legal group size",
-                    f"legal: {', '.join(map(str, GROUP_SIZES))}",
-                )
-        elif group:
-            raise self.fail(prefix + "group_size", f"{weights} has no groups", "group_size belongs to int4")
-        return Format(weights, activations, group)
+        fmt = Format(weights, activations, group)
+        wrong = wrong_with(fmt)
+        if wrong is not None:
+            key, message, hint = wrong
+            raise self.fail(prefix + key, message, hint)
+        return fmt
 
     def keep(self, doc: dict[str, Any]) -> tuple[Keep, ...]:
         entries = doc.get("keep", [])

@@ -8,8 +8,9 @@ from typing import Final
 
 import msgspec
 
+from pdq_tui.core.formats import GROUP_SIZES, Format, packed_bytes
 from pdq_tui.core.kernels import Capability, KernelTable
-from pdq_tui.core.policy import GROUP_SIZES, STAGES, Format, Policy, Stage
+from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.shapes import Linear, Shapes
 
 _DTYPE: Final = {2: "bf16", 4: "fp32"}
@@ -188,15 +189,3 @@ def _fit(
             return fmt, None
         reason = choice.reasons[-1]
     return Format(), reason
-
-
-def packed_bytes(fmt: Format, N: int, K: int, dtype_bytes: int) -> int:
-    """Stored bytes of one weight [N, K]: int8 with a scale an output channel, int4 with a scale and a zero point for
-    each group of columns; scales in the model's dtype."""
-    if fmt.weights == "int8":
-        return N * K + N * dtype_bytes
-    if fmt.weights == "int4":
-        k = K + (-K % fmt.group_size)
-        return N * k // 2 + k // fmt.group_size * N * 2 * dtype_bytes
-    width = {"fp16": 2, "fp32": 4}.get(fmt.weights, dtype_bytes)
-    return N * K * width

@@ -16,8 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from pdq_tui.core.formats import GROUP_SIZES, Format
 from pdq_tui.core.kernels import Candidate, Capability, KernelTable
-from pdq_tui.core.policy import GROUP_SIZES, STAGES, Format, Policy, Stage
+from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.protocol import Coverage, Fallback, LeftModule, WeightsInfo
 from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec, dense_dtype
 from pdq_tui.engine.kernels import ProbeKey
@@ -25,8 +26,6 @@ from pdq_tui.errors import UnfitError, UsageError
 
 #: Below this share of the weights converted, a policy that names another format than the model's is called partial.
 PARTIAL_BELOW = 0.5
-
-#: Candidate's name, dtype, N, K.
 
 
 @dataclass(frozen=True)
@@ -252,7 +251,7 @@ class Planner:
 
 def _fit_groups(fmt: Format, K: int, on_misfit: str) -> tuple[Format | None, int, str | None]:
     """(format to use or None to leave dense, K with padding, what was changed and why)."""
-    if fmt.weights != "int4":
+    if not fmt.kind.groups:
         return fmt, K, None
     group = fmt.group_size
     if group not in GROUP_SIZES:

@@ -32,7 +32,7 @@ def _probe(job: dict[str, Any]) -> bool:
     """Run one kernel on random numbers against its dequantized reference in float64."""
     import torch
 
-    from pdq_tui.core.policy import Format
+    from pdq_tui.core.formats import Format
     from pdq_tui.engine.formats.linears import LINEARS
     from pdq_tui.engine.formats.pack import pack
     from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec

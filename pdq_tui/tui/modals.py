@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
+from pdq_tui.core.formats import DEFAULT_GROUP, default_of, formats
 from pdq_tui.core.policy import Policy, Stage, StagePolicy, natural_storage
 from pdq_tui.tui.ask import Choice
 
-_FORMATS: Final[tuple[tuple[StagePolicy, str], ...]] = (
-    (StagePolicy(), "the model's own dtype"),
-    (StagePolicy("int8"), "weight-only, a scale per channel"),
-    (StagePolicy("int8", "int8"), "int8 arithmetic, a scale per token"),
-    (StagePolicy("int4", "model", 64), "weight-only, groups of 64"),
-    (StagePolicy("int4", "model", 32), "weight-only, groups of 32"),
-    (StagePolicy("int4", "model", 128), "weight-only, groups of 128"),
-)
 #: Every format that p and d offer, by its label.
-STAGES_BY_LABEL: Final[dict[str, StagePolicy]] = {stage.format.label: stage for stage, _ in _FORMATS}
+STAGES_BY_LABEL: Final[dict[str, StagePolicy]] = {
+    fmt.label: StagePolicy(fmt.weights, fmt.activations, fmt.group_size)
+    for fmt in formats((DEFAULT_GROUP, 32, 128))
+    if not fmt.dense or fmt == default_of("bf16")
+}
 
 KV_CHOICES: Final = (
     Choice("bf16", "the model's own dtype, both stages"),
@@ -30,14 +27,14 @@ def stage_choices(policy: Policy, stage: Stage) -> list[Choice]:
     """The formats for ``stage`` of ``policy``, each with what it means for the bytes beside the other stage's."""
     other = policy.stage("decode" if stage == "prefill" else "prefill").format
     found = []
-    for candidate, note in _FORMATS:
+    for label, candidate in STAGES_BY_LABEL.items():
         fmt = candidate.format
         storage = {
             "uniform": "one copy",
             "shared": f"shares {other.label}'s bytes",
             "dual": f"second copy beside {other.label}",
         }[natural_storage(fmt, other)]
-        found.append(Choice(fmt.label, f"{note}; {storage}"))
+        found.append(Choice(label, f"{fmt.note}; {storage}"))
     return found
 
 

@@ -6,16 +6,23 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pdq_tui.core.policy import (
+from pdq_tui.core.formats import (
     ACTIVATIONS,
     GROUP_SIZES,
-    IMPLEMENTED_WEIGHTS,
+    KINDS,
+    LATER_WEIGHTS,
+    Format,
+    default_of,
+    of_label,
+)
+from pdq_tui.core.formats import (
+    wrong_with as wrong_format,
+)
+from pdq_tui.core.policy import (
     KV_DTYPES,
     ON_FALLBACK,
     ON_MISFIT,
     STAGES,
-    WEIGHTS,
-    Format,
     Keep,
     Policy,
     Stage,
@@ -32,10 +39,6 @@ _OTHER_KV = ("fp8", "int8", "int4")
 _NOT_HERE = "not in this version"
 
 _NOTES = {
-    "bf16": "the model's own dtype",
-    "int8": "8-bit weights, one scale per output channel",
-    "int4": "4-bit weights in groups of columns",
-    "model": "activations in the model's dtype",
     "warn": "another kernel or format may stand in; said in the coverage table",
     "fail": "the policy is refused where anything would have to stand in",
     "smaller-group": "take the largest group that divides the layer",
@@ -96,8 +99,8 @@ def note_of(policy: Policy, field: Field) -> str:
     if field.id == "keep" and not policy.keep:
         return "none; lm_head and embeddings stay in the model's dtype"
     if field.stage is not None and field.id.endswith("group_size"):
-        weights = policy.stage(field.stage).weights
-        return "" if weights == "int4" else f"{weights} has no groups"
+        kind = policy.stage(field.stage).format.kind
+        return "" if kind.groups else f"{kind.name} has no groups"
     return ""
 
 
@@ -109,21 +112,27 @@ def choices(policy: Policy, field: Field) -> list[Choice]:
     if field.id in ("on_fallback", "on_misfit"):
         return [Choice(v, _NOTES[v]) for v in (ON_FALLBACK if field.id == "on_fallback" else ON_MISFIT)]
     assert field.stage is not None
-    weights = policy.stage(field.stage).weights
+    fmt = policy.stage(field.stage).format
     if field.id.endswith("weights"):
         return [
-            Choice(v, _NOTES.get(v, ""), None if v in IMPLEMENTED_WEIGHTS else _NOT_HERE) for v in WEIGHTS
+            *(Choice(name, kind.note) for name, kind in KINDS.items()),
+            *(Choice(name, refused=_NOT_HERE) for name in LATER_WEIGHTS),
         ]
     if field.id.endswith("activations"):
-        needs = None if weights == "int8" else f"needs int8 weights, not {weights}"
-        return [
-            Choice("model", _NOTES["model"]),
-            Choice("int8", "8-bit per token: integer arithmetic (W8A8)", needs),
-            *(Choice(v, refused=_NOT_HERE) for v in ACTIVATIONS if v not in ("model", "int8")),
-        ]
-    if weights != "int4":
-        return [Choice(str(v), refused=f"{weights} has no groups") for v in GROUP_SIZES]
-    return [Choice(str(v), "columns that share one scale") for v in GROUP_SIZES]
+        pairs = [msgspec.structs.replace(fmt, activations=a) for a in ACTIVATIONS]
+        return [Choice(p.activations, _activations_note(p), _refusal(p)) for p in pairs]
+    sizes = [msgspec.structs.replace(fmt, group_size=g) for g in GROUP_SIZES]
+    return [Choice(str(f.group_size), "columns that share one scale", _refusal(f)) for f in sizes]
+
+
+def _activations_note(fmt: Format) -> str:
+    return "activations in the model's dtype" if fmt.activations == "model" else fmt.note
+
+
+def _refusal(fmt: Format) -> str | None:
+    """Why this is no legal format, None where it is."""
+    wrong = wrong_format(fmt)
+    return wrong[1] if wrong else None
 
 
 def changed(policy: Policy, field: Field, value: str) -> tuple[Policy, str]:
@@ -156,14 +165,18 @@ def _stage_changed(old: StagePolicy, field: Field, value: str) -> tuple[StagePol
         return msgspec.structs.replace(old, activations=value), ""
     if key == "group_size":
         return msgspec.structs.replace(old, group_size=int(value)), ""
-    group = (old.group_size or 64) if value == "int4" else 0
-    activations = old.activations if value == "int8" else "model"
-    said = (
-        ""
-        if activations == old.activations
-        else f"activations back to model: int8 needs int8 weights, not {value}"
-    )
-    return StagePolicy(value, activations, group), said
+    meant = default_of(value)
+    if meant.kind.groups and old.group_size:
+        meant = msgspec.structs.replace(meant, group_size=old.group_size)
+    with_old = msgspec.structs.replace(meant, activations=old.activations)
+    wrong = wrong_format(with_old)
+    if wrong is None:
+        return _stage_policy(with_old), ""
+    return _stage_policy(meant), f"activations back to model: {wrong[1]}"
+
+
+def _stage_policy(fmt: Format) -> StagePolicy:
+    return StagePolicy(fmt.weights, fmt.activations, fmt.group_size)
 
 
 def stepped(policy: Policy, field: Field, step: int) -> str | None:
@@ -218,18 +231,6 @@ def parse_keep(text: str) -> tuple[Keep, ...]:
         if stage and stage not in STAGES:
             raise UsageError(f"{stage!r} is not a stage", "legal: @prefill, @decode, or nothing for both")
         stages: tuple[Stage, ...] = tuple(s for s in STAGES if s == stage) if stage else STAGES
-        fmt = _format(label)
+        fmt = of_label(label)
         found.append(Keep(modules, fmt.weights, fmt.activations, fmt.group_size, stages))
     return tuple(found)
-
-
-def _format(label: str) -> Format:
-    if label == "w8a8":
-        return Format("int8", "int8")
-    if label in IMPLEMENTED_WEIGHTS and label != "int4":
-        return Format(label)
-    weights, _, group = label.partition("-g")
-    if weights == "int4" and (not group or (group.isdigit() and int(group) in GROUP_SIZES)):
-        return Format("int4", "model", int(group or 64))
-    legal = [w for w in IMPLEMENTED_WEIGHTS if w != "int4"] + ["w8a8"] + [f"int4-g{g}" for g in GROUP_SIZES]
-    raise UsageError(f"{label!r} is not a format", f"legal: {', '.join(legal)}")

@@ -11,9 +11,10 @@ import pytest
 from cli_gear import Pdq
 
 from pdq_tui.core.catalog import find_policy
+from pdq_tui.core.formats import packed_bytes
 from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.policy import Policy, StagePolicy
-from pdq_tui.core.predict import Prediction, packed_bytes, predict
+from pdq_tui.core.predict import Prediction, predict
 from pdq_tui.core.shapes import read_shapes
 from pdq_tui.errors import UsageError
 

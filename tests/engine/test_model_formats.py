@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from pdq_tui.core.formats import Format
 from pdq_tui.core.kernels import OPS
-from pdq_tui.core.policy import Format
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.formats.linears import LINEARS, quantize_rows
 from pdq_tui.engine.formats.pack import pack

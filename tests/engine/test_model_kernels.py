@@ -2,8 +2,8 @@
 
 import pytest
 
+from pdq_tui.core.formats import Format
 from pdq_tui.core.kernels import OPS, Candidate, Capability, load_kernels, parse_kernels
-from pdq_tui.core.policy import Format
 from pdq_tui.core.roofline import Op, StageCost, causal_attention, explained, linear, merged, mfu
 from pdq_tui.engine import kernels
 from pdq_tui.engine.formats.linears import LINEARS
@@ -93,7 +93,6 @@ def test_limits_exclude_and_say_why() -> None:
     assert old.candidate is not None and old.candidate.op == "w8a8-float32"
     assert any("8.0, this device has 7.5" in reason for reason in old.reasons)
     assert cuda.choose(Format("int4", "model", 64), 64, 128, 1, "bf16", SM90).candidate.op == "int4-tinygemm"
-    assert not cuda.choose(Format("fp8"), 64, 64, 1, "bf16", SM90).candidate
 
 
 def test_roofline_by_hand() -> None:

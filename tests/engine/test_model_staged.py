@@ -10,8 +10,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from pdq_tui.core.catalog import find_policy
+from pdq_tui.core.formats import Format
 from pdq_tui.core.kernels import load_kernels
-from pdq_tui.core.policy import Format, Policy, StagePolicy, natural_storage, parse_policy
+from pdq_tui.core.policy import Policy, StagePolicy, natural_storage, parse_policy
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.staged import StagedModel
 from pdq_tui.errors import PdqError, UnfitError, UsageError

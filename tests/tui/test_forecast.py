@@ -13,8 +13,7 @@ from small_app import SmallApp, settle, text_of
 from textual.pilot import Pilot
 
 from pdq_tui.core.catalog import find_policy
-from pdq_tui.core.policy import Format
-from pdq_tui.core.predict import packed_bytes
+from pdq_tui.core.formats import Format, packed_bytes
 from pdq_tui.host.view import SessionView
 from pdq_tui.tui import forecast
 from pdq_tui.tui.lines import LineList

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pdq_tui.core.policy import Format
+from pdq_tui.core.formats import Format, packed_bytes
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,7 @@ class Spec:
     @property
     def nbytes(self) -> int:
         """Exact: packed weights and their scales and zero points."""
-        if self.fmt.dense:
-            return self.N * self.K * self.stored_dtype.itemsize
-        if self.fmt.weights == "int8":
-            return self.N * self.k + self.N * self.dtype.itemsize
-        groups = self.k // self.fmt.group_size
-        return self.N * self.k // 2 + groups * self.N * 2 * self.dtype.itemsize
+        return packed_bytes(self.fmt, self.N, self.k, self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
