@@ -101,6 +101,12 @@ class EngineSettings:
         "never does",
         choices=LAYERS,
     )
+    kernels: str = _setting(
+        "auto",
+        "auto builds this project's own CPU kernels where a C++ compiler and AVX2 are (seconds, once a machine); torch "
+        "uses those of torch only",
+        choices=("auto", "torch"),
+    )
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ from pdq_tui.engine.kernels import capability
 from pdq_tui.errors import PdqError
 try:
     device = open_device(sys.argv[1])
-    body = {"info": msgspec.to_builtins(device.info()), "capability": msgspec.to_builtins(capability(device))}
+    body = {"info": msgspec.to_builtins(device.info()), "capability": msgspec.to_builtins(capability(device, buildable=True))}
 except PdqError as error:
     body = {"error": error.message, "hint": error.hint}
 os.write(out, json.dumps(body).encode())

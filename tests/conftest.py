@@ -26,8 +26,9 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [n for n in os.environ if n.startswith("PDQ_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PDQ_HOME", str(home))
-    # Compiling decoder layers takes seconds a model and home: only tests that are about it ask for it.
+    # Compiling decoder layers and kernels takes seconds a home: only tests that are about it ask for it.
     monkeypatch.setenv("PDQ_ENGINE_LAYERS", "eager")
+    monkeypatch.setenv("PDQ_ENGINE_KERNELS", "torch")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     return home

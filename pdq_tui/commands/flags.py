@@ -179,6 +179,7 @@ def load_of(
         trust_remote_code=trust_remote_code,
         revision=revision,
         layers=e.layers,
+        kernels=e.kernels,
     )
     if model == DEMO:
         # Without a source it is fetched first.

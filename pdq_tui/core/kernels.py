@@ -26,7 +26,7 @@ DEVICES: Final = ("cpu", "cuda")
 #: What a candidate multiplies: the dense formats are one.
 WEIGHTS: Final = ("dense", *(name for name, kind in KINDS.items() if not kind.dense))
 DTYPES: Final = ("bf16", "fp16", "fp32")
-ARITHMETIC: Final = ("model", "fp32", "int8")
+ARITHMETIC: Final = ("model", "fp32", "int8", "int16")
 #: What the engine can detect and a candidate can need or lack: instructions, bf16 and int8 products in hardware, and a
 #: C++ compiler with Python's headers.
 FEATURES: Final[dict[str, str]] = {
@@ -36,6 +36,7 @@ FEATURES: Final[dict[str, str]] = {
     "vnni": "int8 dot products",
     "amx": "AMX tiles",
     "cxx": "a C++ compiler (g++, or the one CXX names) and Python's headers",
+    "native": "this project's own CPU kernels (AVX2, a C++ compiler, engine.kernels = auto)",
 }
 #: What runs a decoder layer: transformers' modules as they are, or one program compiled from them by torch's inductor.
 RUNNERS: Final = ("eager", "inductor")
@@ -54,6 +55,10 @@ OPS: Final[dict[str, tuple[str, ...]]] = {
     "int4-dequantize-float32": ("int4-cpu",),
     "int4-tinygemm": ("int4-tinygemm",),
     "int4-plain": ("int4-plain",),
+    "native-dense": ("dense",),
+    "native-int8": ("int8",),
+    "native-w8a8": ("int8",),
+    "native-int4": ("int4-rows",),
 }
 LAYOUTS: Final = tuple(sorted({layout for layouts in OPS.values() for layout in layouts}))
 MANY: Final = 1_000_000
@@ -70,7 +75,7 @@ class Capability(msgspec.Struct, frozen=True):
 class Candidate(msgspec.Struct, frozen=True):
     """One kernel and its limits. N: out features, K: in features, rows: tokens times batch in one call.
 
-    arithmetic  dtype of the multiplications: "model" (that of the weights or activations), "fp32" or "int8".
+    arithmetic  dtype of the multiplications: "model" (that of the weights or activations), "fp32", "int8" or "int16".
     best_rows   inclusive range of row counts where it is preferred; no limit.
     """
 

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from pdq_tui.core.kernels import Candidate, Capability
+from pdq_tui.engine import native
 from pdq_tui.engine.cancel import check
 from pdq_tui.engine.probe import probe_in_child
 
@@ -32,8 +33,9 @@ class HasCapability(Protocol):
     capability: tuple[int, int] | None
 
 
-def capability(device: HasCapability) -> Capability:
-    """Kind, CUDA compute capability, and on a CPU what torch's kernels can use of it."""
+def capability(device: HasCapability, *, buildable: bool = False) -> Capability:
+    """Kind, CUDA compute capability, and on a CPU what torch's kernels can use of it. ``buildable``: our own kernels
+    count where they can be built, and not only where they are loaded."""
     if device.kind != "cpu":
         return Capability(device.kind, (), device.capability)
     features = []
@@ -52,6 +54,8 @@ def capability(device: HasCapability) -> Capability:
         features.append("amx")
     if has_cxx():
         features.append("cxx")
+    if native.loaded() is not None or (buildable and native.possible()):
+        features.append("native")
     return Capability("cpu", tuple(features))
 
 
@@ -75,7 +79,9 @@ class Prober:
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
-        self._stamp = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+        ours = native.loaded()
+        mine = ours.parent.name if ours else "none"
+        self._stamp = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {mine}"
         self._known: dict[ProbeKey, bool] = {}
 
     def broken(
@@ -104,6 +110,7 @@ class Prober:
                 missing[c.name, dtype, n, k] = {
                     "op": c.op, "layout": c.layout, "weights": c.weights, "activations": c.activations,
                     "group_size": c.group_sizes[0] if c.group_sizes else 0, "dtype": dtype, "N": n, "K": k,
+                    "native": os.fspath(native.loaded() or ""),
                 }  # fmt: skip
         todo = list(missing.items())
         try:

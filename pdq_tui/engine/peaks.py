@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from pdq_tui.core.protocol import DeviceInfo
+from pdq_tui.engine import native
 from pdq_tui.engine.cancel import check
 from pdq_tui.engine.device import Device
 from pdq_tui.engine.runner import Peaks
@@ -75,7 +76,11 @@ def _best_of(one: Peaks, other: Peaks) -> Peaks:
 
 
 def _key(info: DeviceInfo) -> str:
-    parts = [PROBES_VERSION, info.kind, info.name, info.uuid, info.threads, info.isa, torch.__version__]
+    ours = native.loaded()
+    parts = [
+        PROBES_VERSION, info.kind, info.name, info.uuid, info.threads, info.isa, torch.__version__,
+        ours.parent.name if ours else None,
+    ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
@@ -201,11 +206,19 @@ def _products(device: Device) -> Iterator[tuple[str, float, Probe]]:
         packed = torch.ops.quantized.linear_prepack(b, None)
         return lambda: torch.ops.quantized.linear_dynamic(a, packed)
 
+    def int16() -> Run:
+        a = torch.ones(n, n)
+        b = torch.ones(n, n, dtype=torch.int8)
+        one = torch.ones(n)
+        return lambda: torch.ops.pdq_native.int8(a, b, one, True)
+
     yield "fp32", flops, lambda: dense(torch.float32)
     yield "bf16", flops, lambda: dense(torch.bfloat16)
     yield "fp16", flops, lambda: dense(torch.float16)
     yield "int8", flops, int8
     if where.type == "cpu":
         yield "int8", flops, int8_fbgemm
+    if native.loaded() is not None:
+        yield "int16", flops, int16
     if device.capability is not None and device.capability >= (8, 9):
         yield "fp8", flops, fp8

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from pdq_tui.engine.process import die_with_parent, run_module
@@ -33,7 +34,8 @@ def _probe(job: dict[str, Any]) -> bool:
     import torch
 
     from pdq_tui.core.formats import Format
-    from pdq_tui.engine.formats.linears import LINEARS
+    from pdq_tui.engine import native
+    from pdq_tui.engine.formats.native import OPS
     from pdq_tui.engine.formats.pack import pack
     from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec
     from pdq_tui.engine.formats.unpack import Scratch
@@ -44,7 +46,9 @@ def _probe(job: dict[str, Any]) -> bool:
     master = torch.randn(N, K).to(dtype)
     spec = Spec(Format(job["weights"], job["activations"], job["group_size"]), job["layout"], N, K, K, dtype)
     packed = pack(spec, master, torch.device("cpu"), lambda: False)
-    layer = LINEARS[job["op"]](packed, None, Scratch())
+    if job["native"]:
+        native.load(Path(job["native"]))
+    layer = OPS[job["op"]](packed, None, Scratch())
     with torch.inference_mode():
         for rows in (1, 5, 17):
             x = torch.randn(rows, K).to(dtype)

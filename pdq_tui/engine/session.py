@@ -14,9 +14,9 @@ from pdq_tui.core import prompts as prompt_sets
 from pdq_tui.core import protocol as p
 from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.policy import Policy
-from pdq_tui.engine import faults
+from pdq_tui.engine import faults, native
 from pdq_tui.engine.bench import Bench, Control
-from pdq_tui.engine.cancel import Cancelled
+from pdq_tui.engine.cancel import Cancelled, check
 from pdq_tui.engine.channel import Inbox
 from pdq_tui.engine.device import Device, open_device
 from pdq_tui.engine.loader import LoadedModel, load_model
@@ -124,6 +124,20 @@ class Session:
 
         return progress
 
+    def _own_kernels(self, command: p.Load, device: Device, cancelled: Callable[[], bool]) -> None:
+        """Before anything asks what this device can do. Without them everything works, some of it slower."""
+        if command.kernels == "torch" or device.kind != "cpu":
+            return
+        progress = self._progress("load", "")
+
+        def poll() -> None:
+            check(cancelled)
+            progress(0, None, native.LABEL)
+
+        reason = native.ensure(locations.cache_dir() / "native", poll)
+        if reason is not None:
+            self.send(p.Note(level="info", text=f"own CPU kernels are not used: {reason}"))
+
     def _load(self, number: int, command: p.Load) -> None:
         def cancelled() -> bool:
             return self.inbox.cancelled(number)
@@ -135,6 +149,7 @@ class Session:
             with self._task("load", command.model):
                 device = self.device = open_device(command.device, command.gpu, command.threads)
                 device.reset_peak()
+                self._own_kernels(command, device, cancelled)
                 model = load_model(command, device, self._progress("load", ""), cancelled)
                 info = device.info()
                 cache = Path(command.cache_dir) if command.cache_dir else locations.cache_dir()

@@ -25,7 +25,7 @@ from pdq_tui.core.protocol import Coverage, Fallback, KvInfo, WeightsInfo
 from pdq_tui.engine import attention
 from pdq_tui.engine.checkpoint import Masters
 from pdq_tui.engine.cost import CostModel
-from pdq_tui.engine.formats.linears import LINEARS
+from pdq_tui.engine.formats.native import OPS
 from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec
 from pdq_tui.engine.formats.unpack import Scratch
 from pdq_tui.engine.generation import Generation
@@ -303,9 +303,7 @@ class StagedModel:
     def _linear(self, p: Placement) -> nn.Module:
         bias = self._parameters.get(f"{p.layer.name}.bias")
         packed = self.store.get((p.layer.name, p.spec.key))
-        layer: nn.Module = LINEARS[p.candidate.op](
-            packed, None if bias is None else bias.detach(), self.scratch
-        )
+        layer: nn.Module = OPS[p.candidate.op](packed, None if bias is None else bias.detach(), self.scratch)
         return layer.eval()
 
     def cache(self, batch: int, capacity: int) -> KvCache:

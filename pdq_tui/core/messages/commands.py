@@ -11,6 +11,7 @@ class Load(Message):
     """Load a model. ``model`` is a directory, a hub id, or "demo" with ``source`` the fetched GGUF's directory.
 
     ``layers``: "auto" runs decoder layers as the kernel table says (compiled where it can), "eager" never compiles.
+    ``kernels``: "auto" builds and uses the project's own CPU kernels where it can, "torch" does not.
     """
 
     model: str
@@ -25,6 +26,7 @@ class Load(Message):
     revision: str | None = None
     attention: str = "pdq"
     layers: str = "eager"
+    kernels: str = "torch"
 
 
 class SetArm(Message):

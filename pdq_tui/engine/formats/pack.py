@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pdq_tui.engine.cancel import check
 from pdq_tui.engine.formats.packed import Packed, Spec
+from pdq_tui.engine.formats.rows import nibbles_by_rows
 
 #: Elements quantized between two looks at the cancel flag; rows are taken in multiples of the packed row block.
 SLICE_ELEMENTS = 1 << 20
@@ -83,6 +84,8 @@ def _pack_int4(spec: Spec, master: Tensor, device: torch.device, cancelled: Call
         q = w.sub_(origin[:, :, None]).div_(scale.float()[:, :, None]).round_().clamp_(0, 15)
         parts.append(_nibbles(spec.layout, q.view(-1, k)))
     packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if spec.layout == "int4-rows":
+        scales = scales.transpose(0, 1).contiguous()
     return Packed(spec, packed, scales)
 
 
@@ -93,6 +96,8 @@ def _nibbles(layout: str, q: Tensor) -> Tensor:
         packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.to(torch.int32), 1)
         return packed
     q8 = q.to(torch.uint8)
+    if layout == "int4-rows":
+        return nibbles_by_rows(q8)
     if layout == "int4-tinygemm":
         pairs = (q8[:, ::2] << 4) | q8[:, 1::2]
         tiles: Tensor = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), 8)

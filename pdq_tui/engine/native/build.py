@@ -40,6 +40,7 @@ def main() -> None:
     try:
         done = subprocess.run(
             command(compiler, part),
+            check=False,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
