@@ -44,7 +44,13 @@ def _probe(job: dict[str, Any]) -> bool:
     N, K = job["N"], job["K"]
     torch.manual_seed(0)
     master = torch.randn(N, K).to(dtype)
-    spec = Spec(Format(job["weights"], job["activations"], job["group_size"]), job["layout"], N, K, K, dtype)
+    # A dense candidate multiplies the model's own dtype.
+    fmt = (
+        Format()
+        if job["weights"] == "dense"
+        else Format(job["weights"], job["activations"], job["group_size"])
+    )
+    spec = Spec(fmt, job["layout"], N, K, K, dtype)
     packed = pack(spec, master, torch.device("cpu"), lambda: False)
     if job["native"]:
         native.load(Path(job["native"]))

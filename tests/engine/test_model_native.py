@@ -241,3 +241,13 @@ def test_building_can_be_left(fresh: None, tmp_path: Path, monkeypatch: pytest.M
     else:
         pytest.fail("the compiler outlived the one who left it")
     assert native.why_not() is None, "leaving is no failure: the next load tries again"
+
+
+def test_every_native_candidate_passes_its_probe_in_a_child(library: Path, tmp_path: Path) -> None:
+    from pdq_tui.engine.kernels import Prober
+
+    ours = [c for c in load_kernels("cpu").candidates if c.op.startswith("native")]
+    assert {c.op for c in ours} == {op for op in OPS if op.startswith("native") and op != "native-w4a8"}
+    wanted = [(c, "bf16", 576, 1536) for c in ours]
+    broken = Prober(tmp_path / "probes.json").broken(wanted)
+    assert broken == {(c.name, "bf16", 576, 1536): False for c in ours}
