@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from textual import work
 from textual.app import App
 from textual.binding import Binding, BindingType
+from textual.filter import Monochrome, NoColor
 from textual.screen import ModalScreen, Screen
 
 from pdq_tui import errors
@@ -156,6 +157,11 @@ class PdqApp(App[int]):
                 f"no theme is called {name!r}", f"there are: {', '.join(sorted(self.available_themes))}"
             )
         self.theme = name
+        if self.no_color:
+            # Turned grey, "the terminal's own foreground" and "background" are the same black.
+            ansi = self.current_theme.ansi
+            self._filters = [f for f in self._filters if not isinstance(f, (Monochrome, NoColor))]
+            self._filters.append(NoColor() if ansi else Monochrome())
 
     def run(self, **how: Any) -> int | None:
         """As ``App.run``, with this process's descriptors 1 and 2 kept off the terminal meanwhile."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from textual.theme import Theme
+from textual.theme import BUILTIN_THEMES, Theme
 
 ORANGE, SKY, GREEN, BLUE, VERMILION = "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00"
 
@@ -31,6 +31,9 @@ _ANSI_SERIES: Final = {
     "series-a": "ansi_yellow", "series-b": "ansi_cyan", "series-c": "ansi_green", "series-band": "ansi_bright_black",
 }  # fmt: skip
 
+#: For terminals that do not say that they have all colours.
+ANSI: Final = "pdq-ansi"
+
 THEMES: Final = (
     Theme(
         name="pdq-dark", primary=SKY, secondary=BLUE, warning=ORANGE, error="#FF8A4C", success=SKY, accent=SKY,
@@ -48,10 +51,20 @@ THEMES: Final = (
         panel="#202020", dark=True, text_alpha=1.0,
         variables={**_CONTRAST_SERIES, "border": "#FFFFFF", "border-blurred": "#9A9A9A"},
     ),
+    # Frames in grey: Textual's own sixteen-colour theme draws them black, which a dark terminal does not show.
+    Theme(
+        name=ANSI, ansi=True, primary="ansi_cyan", secondary="ansi_blue", warning="ansi_yellow", error="ansi_red",
+        success="ansi_cyan", accent="ansi_cyan", foreground="ansi_default", background="ansi_default",
+        surface="ansi_default", panel="ansi_default", boost="ansi_default", dark=True,
+        variables={
+            **BUILTIN_THEMES["ansi-dark"].variables, **_ANSI_SERIES, "border": "ansi_cyan",
+            "border-blurred": "ansi_bright_black",
+        },
+    ),
 )  # fmt: skip
 
 #: T goes through these.
-CYCLE: Final = ("pdq-dark", "pdq-light", "pdq-contrast")
+CYCLE: Final = ("pdq-dark", "pdq-light", "pdq-contrast", ANSI)
 
 
 def series_defaults(theme: Theme) -> dict[str, str]:
@@ -67,7 +80,7 @@ def start_theme(wanted: str | None, environment: Mapping[str, str]) -> str:
         return wanted
     if environment.get("COLORTERM", "").lower() in ("truecolor", "24bit"):
         return "pdq-dark"
-    return "ansi-dark"
+    return ANSI
 
 
 def shows_unicode(encoding: str | None) -> bool:

@@ -178,14 +178,14 @@ def test_S09_encodings_and_environments() -> None:
     assert not shows_unicode(None)
     assert not shows_unicode("no-such-codec")
     assert start_theme(None, {"COLORTERM": "truecolor"}) == "pdq-dark"
-    assert start_theme(None, {"TERM": "screen-256color"}) == "ansi-dark"
+    assert start_theme(None, {"TERM": "screen-256color"}) == "pdq-ansi"
     assert start_theme("pdq-light", {}) == "pdq-light"
     assert start_marker("auto", False, {"TERM": "linux"}) == "block"
     assert start_marker("auto", False, {"TERM": "tmux-256color"}) == "braille"
     assert start_marker("braille", True, {}) == "ascii"
 
 
-@pytest.mark.parametrize("name", ["ansi-dark", "ansi-light", "nord", "pdq-contrast"])
+@pytest.mark.parametrize("name", ["pdq-ansi", "ansi-dark", "ansi-light", "nord", "pdq-contrast"])
 async def test_S09_any_theme_draws_with_and_without_colour(
     make_app: Make, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
