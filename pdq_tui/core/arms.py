@@ -87,6 +87,16 @@ def invalid_reason(requests: Sequence[Request]) -> str | None:
     return None
 
 
+def answers(requests: Sequence[Request]) -> dict[int, str]:
+    """Prompt number → what stands for the first answer to it: equal where the same was written."""
+    found: dict[int, str] = {}
+    for r in requests:
+        made = r.tokens_sha256 or r.text
+        if made is not None:
+            found.setdefault(r.prompt, made)
+    return found
+
+
 def unequal_work(one: Sequence[Request], two: Sequence[Request]) -> str | None:
     """Why end-to-end times of two arms may not be judged: they made different numbers of tokens."""
     made = [{tuple(r.output_tokens) for r in side} for side in (one, two)]

@@ -8,7 +8,7 @@ from typing import Final
 
 from pdq_tui.core.arms import arm_stats, counts, drift, invalid_reason, timed
 from pdq_tui.core.comparable import runners_differ
-from pdq_tui.core.facts import Facts, slowed
+from pdq_tui.core.facts import Facts, other_load, slowed
 from pdq_tui.core.metrics import METRICS
 from pdq_tui.core.pairs import blocks_of, control_intervals
 from pdq_tui.core.protocol import Request
@@ -18,6 +18,8 @@ from pdq_tui.core.stats import LOOKS
 DRIFT_WARNING: Final = 0.05
 #: Below this share of the time explained by the hardware's limits the engine is measured, not the precision.
 EXPLAINED_MIN: Final = 0.5
+#: Of a CPU run: above this share of the machine for others (the app itself needs a few hundredths) it is not alone.
+OTHER_LOAD: Final = 0.15
 #: A judgement is planned on so much: fewer blocks or seconds give wide intervals, and autocorrelation is not seen.
 BLOCKS_MIN: Final = LOOKS[0]
 SECONDS_MIN: Final = 10.0
@@ -76,6 +78,12 @@ def _arm_warnings(facts: Facts, label: str) -> list[str]:
     limits = slowed(facts, requests)
     if limits:
         out.append(f"{label}: the GPU was slowed down while it was measured: {', '.join(limits)}")
+    others = other_load(facts, used)
+    if others is not None and others > OTHER_LOAD and (facts.device is None or facts.device.kind == "cpu"):
+        out.append(
+            f"{label}: other processes had {others:.0%} of this machine's CPU time while it was measured: the times are"
+            " theirs as well"
+        )
     answers: dict[int, set[str]] = {}
     for r in used:
         if r.tokens_sha256:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pdq_tui.core.arms import arm_stats, counts, drift, gaps, invalid_reason, timed
+from pdq_tui.core.arms import answers, arm_stats, counts, drift, gaps, invalid_reason, timed
 from pdq_tui.core.caveats import warnings
 from pdq_tui.core.comparable import obstacles
 from pdq_tui.core.facts import Facts, clocks, collect
@@ -335,14 +335,10 @@ def _capacity_requests(facts: Facts, tokens: int | None) -> tuple[int | None, st
 
 def text_sha256(requests: Sequence[Request]) -> str | None:
     """Over the first answer to each prompt, by prompt number; equal between two arms that wrote the same."""
-    answers: dict[int, str] = {}
-    for r in requests:
-        made = r.tokens_sha256 or r.text
-        if made is not None:
-            answers.setdefault(r.prompt, made)
-    if not answers:
+    made = answers(requests)
+    if not made:
         return None
-    body = "\n".join(f"{n}:{answers[n]}" for n in sorted(answers))
+    body = "\n".join(f"{n}:{made[n]}" for n in sorted(made))
     return hashlib.sha256(body.encode("utf-8", "replace")).hexdigest()
 
 

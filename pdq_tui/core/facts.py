@@ -174,6 +174,12 @@ def clocks(f: Facts, requests: Sequence[p.Request]) -> dict[str, Any] | None:
     return kept
 
 
+def other_load(f: Facts, requests: Sequence[p.Request]) -> float | None:
+    """Share of the machine's CPU time that went to other processes while ``requests`` ran (median of the samples)."""
+    seen = present([s.cpu.other_load for s in samples_during(f, requests)])
+    return statistics.median(seen) if seen else None
+
+
 def slowed(f: Facts, requests: Sequence[p.Request]) -> list[str]:
     """Thermal and hardware slowdowns seen while ``requests`` ran; idle and application clocks are not among them."""
     seen = (clocks(f, requests) or {}).get("throttle", [])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from pdq_tui.core import protocol as p
 from pdq_tui.core.workload import Turn, block_turns
+from pdq_tui.engine import stops
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.device import Device
 from pdq_tui.engine.prompts import Batch, Prepared
@@ -131,6 +132,14 @@ class Bench:
 
         hooks = Hooks(cancelled=stopped, sample=sample, text=self.text, peaks=self.peaks)
         run_request(self.device, arm, batch, self.prepared.capacity, limits, record, hooks)
+        if record.host_start_ns and stops.since(record.host_start_ns):
+            record.cancelled = True
+            self.send(
+                p.Note(
+                    level="warn",
+                    text=f"request {number} does not count: the engine's process was stopped and continued during it",
+                )
+            )
         if self._last_end_ns is not None:
             record.gap_ms = (record.host_start_ns - self._last_end_ns) / 1e6
         self._last_end_ns = record.host_end_ns

@@ -455,7 +455,8 @@ def _compile(call: _Call) -> Program:
             graph,
             inputs,
             # In this process, no pool of workers that would outlive it; no checks of shapes that cannot change.
-            options={"compile_threads": 1, "size_asserts": False},
+            # No precompiled headers either: 150 MB in the temporary directory for a handful of kernels.
+            options={"compile_threads": 1, "size_asserts": False, "cpp_cache_precompile_headers": False},
         )
         program(*inputs)  # the C++ is built on the first call
     return program

@@ -15,6 +15,7 @@ import threading
 from importlib import metadata
 
 from pdq_tui.core import protocol as p
+from pdq_tui.engine import stops
 from pdq_tui.engine.channel import EventWriter, Inbox
 from pdq_tui.engine.process import die_with_parent
 
@@ -51,6 +52,7 @@ def main() -> int:
     die_with_parent(parent)
     # Ctrl-C belongs to the app, which tells us what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stops.watch()
     faulthandler.enable(file=2)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -1,6 +1,7 @@
 """CPU and memory of this machine and of the engine's process, through psutil.
 
 load           busy share of all logical CPUs since the last reading, 0..1, the whole machine.
+other_load     load without the engine's part: other processes, the app among them, 0..1 of the whole machine.
 engine_load    CPU time of the engine's process / wall time / CPUs that it may use (affinity, cgroup quota), 0..1.
 memory_*       of the tightest cgroup limit where there is one, else of the machine; bytes.
 """
@@ -81,7 +82,10 @@ class CpuReader:
                 if before is None or now <= before[0]:
                     sample.missing["engine_load"] = "first reading: nothing to compare with"
                 else:
-                    sample.engine_load = (spent - before[1]) / (now - before[0]) / cpus
+                    used = (spent - before[1]) / (now - before[0])
+                    sample.engine_load = used / cpus
+                    if sample.load is not None:
+                        sample.other_load = max(0.0, sample.load - used / (psutil.cpu_count() or 1))
                 return
         reason = self._gone or "the engine has not started"
         sample.missing |= {"engine_load": reason, "engine_rss_bytes": reason}

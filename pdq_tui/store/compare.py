@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pdq_tui.core.arms import arm_stats
+from pdq_tui.core.arms import answers, arm_stats, timed
 from pdq_tui.core.comparable import STAGES, stage_metrics
 from pdq_tui.core.document import ALONE, SHARED
 from pdq_tui.core.metrics import MEMORY_METRICS, METRICS, RATIO_METRICS
@@ -21,7 +21,7 @@ from pdq_tui.core.stats import UNSURE, Interval, Ratio, Summary, judge
 from pdq_tui.errors import PdqError
 from pdq_tui.store.figures import FIGURES, Figure
 from pdq_tui.store.series import no_collecting
-from pdq_tui.store.setup import DIFFERS, MEMORY, SPEED, SetupCheck, setup_checks
+from pdq_tui.store.setup import DIFFERS, MEMORY, SPEED, UTILIZATION, SetupCheck, setup_checks
 from pdq_tui.store.snapshot import Snapshot
 from pdq_tui.store.unpaired import UNPAIRED as UNPAIRED
 from pdq_tui.store.unpaired import unpaired
@@ -186,7 +186,7 @@ def _rows(
 ) -> list[Row]:
     spoiled = {
         group: ", ".join(c.what for c in checks if c.status == DIFFERS and group in c.invalidates)
-        for group in (SPEED, MEMORY, *STAGES)
+        for group in (SPEED, MEMORY, UTILIZATION, *STAGES)
     }
     spoiled[COUNTED] = ", ".join(c.what for c in checks if c.refuses)
     invalid = next((s for s in (a, b) if s.arm.get("valid") is False), None)
@@ -215,8 +215,7 @@ def _rows(
     for m in MEMORY_METRICS:
         rows.append(_memory_row(a, b, m, stats, min_effect, spoiled[MEMORY]))
     rows += [_figure_row(a, b, f, min_effect, spoiled[COUNTED]) for f in FIGURES.values()]
-    for m in _UTILIZATION:
-        rows.append(_plain_row(b, m, stats))
+    rows += [_plain_row(b, m, stats, spoiled[UTILIZATION]) for m in _UTILIZATION]
     return rows
 
 
@@ -366,19 +365,20 @@ def _figure_row(a: Snapshot, b: Snapshot, figure: Figure, min_effect: float, spo
     )
 
 
-def _plain_row(b: Snapshot, metric: str, stats: Sequence[dict[str, Summary]]) -> Row:
+def _plain_row(b: Snapshot, metric: str, stats: Sequence[dict[str, Summary]], spoiled: str) -> Row:
     one, two = stats[0][metric], stats[1][metric]
     return _row(
         b.id,
         metric,
         one,
         two,
-        group="utilization",
+        group=UTILIZATION,
         **_apart(one.median, two.median),
         ci95=None,
         judgement="",
         method="medians",
-        reason=_why(one, two),
+        flagged=bool(spoiled),
+        reason=spoiled or _why(one, two),
     )
 
 
@@ -388,8 +388,13 @@ def _notes(a: Snapshot, b: Snapshot, side: Side, paired: bool) -> list[str]:
         found.append(
             f"{side.label} was not interleaved with the reference: a drift between the runs is not cancelled"
         )
-    one, two = a.arm.get("text_sha256"), b.arm.get("text_sha256")
-    if one and two:
-        answers = "the same answers as" if one == two else "other answers than"
-        found.append(f"{side.label} gave {answers} the reference")
+    one, two = (answers(timed(s.requests)) for s in (a, b))
+    both = one.keys() & two.keys()
+    if both:
+        other = sum(one[prompt] != two[prompt] for prompt in both)
+        told = "the same answers as" if not other else "other answers than"
+        where = (
+            f" to {other} of {len(both)} prompts" if other else f" to all {len(both)} prompts that both got"
+        )
+        found.append(f"{side.label} gave {told} the reference{where}")
     return found

@@ -19,9 +19,12 @@ BY_POLICY: Final = "by policy"
 
 SPEED: Final = "speed"
 MEMORY: Final = "memory"
+UTILIZATION: Final = "utilization"
 #: Relative difference of median clocks from which two runs had different clocks. A CPU's reading is coarser.
 GPU_CLOCK_TOLERANCE: Final = 0.02
 CPU_CLOCK_TOLERANCE: Final = 0.05
+#: Of the whole machine.
+OTHER_LOAD_TOLERANCE: Final = 0.10
 
 
 class SetupCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +146,21 @@ def setup_checks(reference: Snapshot, candidate: Snapshot, *, paired: bool) -> l
         same=lambda a, b: not a and not b,
         text="the GPU was slowed down while it was measured",
     )
+    if reference.part("device").get("kind") == "cpu":
+        # Interleaved arms shared what others left of the machine; two runs did not.
+        c.add(
+            "other load",
+            *both(lambda s: _percent(s.part("conditions").get("other_load"))),
+            () if paired else (SPEED,),
+            same=lambda _a, _b: _near(*both(lambda s: s.part("conditions").get("other_load"))),
+            text="other processes took another share of the CPU",
+        )
+    c.add(
+        "peaks",
+        *both(_peaks),
+        (UTILIZATION,),
+        text="shares of this machine's peaks are against other peaks",
+    )
     versions = both(lambda s: s.part("conditions").get("memory_version"))
     if versions != (None, None):
         c.add(
@@ -156,6 +174,23 @@ def setup_checks(reference: Snapshot, candidate: Snapshot, *, paired: bool) -> l
         text="memory was measured in different ways",
     )
     return c.found
+
+
+def _percent(share: Any) -> str | None:
+    return f"{share:.0%}" if isinstance(share, (int, float)) else None
+
+
+def _near(a: Any, b: Any) -> bool:
+    return bool(abs(a - b) <= OTHER_LOAD_TOLERANCE)
+
+
+def _peaks(s: Snapshot) -> str | None:
+    """Read peak and the compute peaks, as short as they can be told apart."""
+    d = s.part("device")
+    read, compute = d.get("read_peak_gbps"), d.get("compute_peak_tflops")
+    if not isinstance(read, (int, float)) or not isinstance(compute, dict):
+        return None
+    return ", ".join([f"{read:.3g} GB/s", *(f"{k} {v:.3g} TFLOP/s" for k, v in sorted(compute.items()))])
 
 
 def _memory(s: Snapshot) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ import polars as pl
 
 from pdq_tui.core.caveats import warnings
 from pdq_tui.core.document import arm_document, compared, put, setup_document
-from pdq_tui.core.facts import Facts, clocks, collect, samples_during, slowed
+from pdq_tui.core.facts import Facts, clocks, collect, other_load, samples_during, slowed
 from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
 from pdq_tui.errors import PdqError
 from pdq_tui.store import atomic, series
@@ -191,6 +191,7 @@ def _manifest(
     put(seen, "clocks", measured, "no sensor sample fell into the measured windows")
     put(seen, "memory_version", (measured or {}).get("memory_version"), "memory was not read through NVML")
     seen["slowed"] = slowed(facts, requests)
+    put(seen, "other_load", other_load(facts, requests), "no sensor sample fell into the measured windows")
     seen["eager_launch_bound"] = any(r.eager_launch_bound for r in requests)
     out["conditions"] = seen
     out["warnings"] = warnings(facts, [arm])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import time
 from collections.abc import Callable
 from itertools import groupby
 
@@ -12,6 +15,7 @@ from test_run_request import batch_of
 
 from pdq_tui.core import protocol as p
 from pdq_tui.core.workload import Workload
+from pdq_tui.engine import stops
 from pdq_tui.engine.bench import Bench, Control
 from pdq_tui.engine.prompts import Prepared
 from pdq_tui.engine.runner import Arm
@@ -223,3 +227,47 @@ def test_a_stop_during_the_solo_passes_brings_nothing_back_and_counts_what_was_r
     )
     assert calls == ["A"]
     assert (rig.last().reason, rig.last().blocks) == ("stopped", 0) and rig.last().requests >= 1
+
+
+def test_a_request_during_which_the_process_was_stopped_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = signal.getsignal(signal.SIGCONT)
+    monkeypatch.setattr(stops, "_continued_ns", 0)
+    stops.watch()
+    rig = Rig()
+    staged = rig.staged("A")
+    original = staged.start
+    started = 0
+
+    def start(batch: int, capacity: int, pad: object) -> object:
+        nonlocal started
+        started += 1
+        if started == 3:  # the warm-up is the first
+            os.kill(os.getpid(), signal.SIGCONT)
+            monkeypatch.setattr(
+                stops, "_continued_ns", rig.device.host_ns() + 1
+            )  # on the fake device's clock
+        return original(batch, capacity, None)
+
+    staged.start = start  # type: ignore[assignment, method-assign]
+    try:
+        rig.bench.loop(p.StartLoop(arm="A", arms=["A"]), Control(stopped=after(rig, 3)))
+    finally:
+        signal.signal(signal.SIGCONT, before)
+    assert [r.cancelled for r in rig.requests("loop")] == [False, True, False]
+    notes = [e.text for e in rig.sent if isinstance(e, p.Note)]
+    assert notes == ["request 3 does not count: the engine's process was stopped and continued during it"]
+
+
+def test_continuing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGCONT)
+    monkeypatch.setattr(stops, "_continued_ns", 0)
+    stops.watch()
+    try:
+        begin = time.monotonic_ns()
+        assert not stops.since(begin)
+        os.kill(os.getpid(), signal.SIGCONT)
+        assert stops.since(begin) and not stops.since(time.monotonic_ns())
+    finally:
+        signal.signal(signal.SIGCONT, before)

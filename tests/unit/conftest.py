@@ -87,6 +87,7 @@ class VirtualRun:
     workload: Workload = field(default_factory=lambda: Workload(output_tokens=9, seed=7))
     threads: int = 2
     cpu_mhz: float | None = 3700.0
+    other_load: float = 0.05
     solo: bool = True
     reverse: bool = False
 
@@ -181,7 +182,7 @@ class VirtualRun:
             now += round((r.e2e_ms or 0.0) * 1e6)
             r.host_end_ns = r.t_ns = now
             if self.cpu_mhz is not None:
-                cpu = p.CpuSample(load=0.9, engine_load=1.9, mhz=self.cpu_mhz)
+                cpu = p.CpuSample(load=0.9, engine_load=0.85, other_load=self.other_load, mhz=self.cpu_mhz)
                 found.append(p.SensorSample(cpu=cpu, t_ns=now - 1))
             found.append(r)
             now += 1_000_000

@@ -475,3 +475,44 @@ def test_too_few_requests_are_unsure(snap: Any) -> None:
     r = rows(compare([one, two]))["tpot_ms"]
     assert (r.judgement, r.percent, r.ci95) == ("unsure", None, None)
     assert str(r.reason).endswith("bbbb/001: no request counted")
+
+
+def test_answers_are_compared_over_the_prompts_that_both_got(snap: Any) -> None:
+    """Runs that came to different numbers of prompts are not said to answer differently for that."""
+    two = snap({"bf16": (100, 50), "int4": (100, 40)}, solo=False)
+    one = snap({"bf16": (100, 50)}, run="20260103T000000Z-cccc", solo=False)[0]
+    few = [r for r in one.requests if r.prompt == 0]
+    one.requests[:] = few
+    assert (
+        compare([two[0], one]).notes[1]
+        == "bf16 cccc/001 gave the same answers as the reference to all 1 prompts that both got"
+    )
+    for r in few:
+        r.tokens_sha256 = "f" * 64
+    assert (
+        compare([two[0], one]).notes[1]
+        == "bf16 cccc/001 gave other answers than the reference to 1 of 1 prompts"
+    )
+
+
+def test_shares_of_different_peaks_are_flagged_beside_each_other(snap: Any) -> None:
+    def slower(m: dict[str, Any]) -> None:
+        m["device"].update(read_peak_gbps=2.9)
+
+    one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa")[0]
+    two = snap({"bf16": (100, 50)}, run="20260102T000000Z-bbbb", edit=slower)[0]
+    c = compare([one, two])
+    assert differing(c) == {"peaks": ("utilization",)}
+    assert (rows(c)["mbu"].flagged, rows(c)["mbu"].reason) == (True, "peaks")
+    assert not rows(c)["tpot_ms"].flagged
+
+
+def test_what_others_took_of_the_cpu_spoils_times_of_different_runs(snap: Any) -> None:
+    one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa")[0]
+    two = snap({"bf16": (100, 80)}, run="20260102T000000Z-bbbb", other_load=0.6)[0]
+    c = compare([one, two])
+    assert differing(c) == {"other load": ("speed",)}
+    assert (rows(c)["tpot_ms"].judgement, rows(c)["tpot_ms"].reason) == ("unsure", "other load")
+    assert any("other processes had 60% of this machine's CPU time" in note for note in c.notes)
+    both = snap({"bf16": (100, 50), "int4": (100, 40)}, other_load=0.6)
+    assert rows(compare(both))["tpot_ms"].judgement == "better", "interleaved arms shared it"

@@ -39,6 +39,7 @@ class GpuSample(msgspec.Struct, kw_only=True):
 class CpuSample(msgspec.Struct, kw_only=True):
     load: float | None = None
     engine_load: float | None = None
+    other_load: float | None = None
     engine_rss_bytes: int | None = None
     memory_total_bytes: int | None = None
     memory_available_bytes: int | None = None
