@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import tomllib
 import typing
@@ -357,6 +358,8 @@ def _checked(declared: Declared, value: Any, where: str) -> Any:
         raise UsageError(f"{where}: must be {names[kind]}{f' of{unit}' if unit else ''}, not {value!r}")
     if declared.choices and value not in declared.choices:
         raise UsageError(f"{where}: {value!r} is not a legal value", f"legal: {', '.join(declared.choices)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{where}: {value} is no finite number", f"a number{unit}")
     if declared.least is not None and not value >= declared.least:
         raise UsageError(f"{where}: {value} is too small", f"at least {declared.least:g}{unit}")
     if declared.key == "screen.fps" and value != "auto":

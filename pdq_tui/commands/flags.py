@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from pdq_tui import locations
-from pdq_tui.commands.common import fraction, say
+from pdq_tui.commands.common import finite, fraction, say
 from pdq_tui.config import Settings
 from pdq_tui.core.prompts import read_prompts
 from pdq_tui.core.protocol import Load
@@ -79,7 +79,10 @@ Threads = Annotated[
 Budget = Annotated[
     float | None,
     typer.Option(
-        "--weight-budget", metavar="GIB", help="Most that packed weights of all policies may take, in GiB."
+        "--weight-budget",
+        metavar="GIB",
+        callback=finite,
+        help="Most that packed weights of all policies may take, in GiB.",
     ),
 ]
 Trust = Annotated[
@@ -183,6 +186,8 @@ def load_of(
     )
     if model == DEMO:
         # Without a source it is fetched first.
+        if revision is not None:
+            raise UsageError("--revision belongs to a hub model: the demo model has none")
         load.source = str(demo.model_dir()) if demo.fetched() else None
         load.cache_dir = str(locations.demo_dir())
         return load

@@ -104,16 +104,20 @@ def check(
     names: Annotated[list[str], typer.Argument(metavar="POLICY...", help="Names, or paths of TOML files.")],
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="DIR", help="A model directory: predicts bytes and coverage."),
+        typer.Option(
+            "--model", metavar="DIR", help="A model directory, or demo: predicts bytes and coverage."
+        ),
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="Whose kernels are meant: cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str, typer.Option("--device", metavar="cpu|cuda", help="Whose kernels are meant: cpu or cuda.")
+    ] = "cpu",
     rows: Annotated[
         int,
         typer.Option(
             "--in", metavar="TOKENS", min=1, help="Prompt length that the kernels must take, in tokens."
         ),
     ] = 512,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Requests a pass.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", metavar="REQUESTS", min=1, help="Requests a pass.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     found: list[Policy] = [find_policy(name) for name in names]
@@ -126,9 +130,9 @@ def check(
         ]
         emit(columns(rows_, ("policy", "valid", "storage", "prefill", "decode", "digest")))
         return
-    from pdq_tui.commands.predicted import predicted, table
+    from pdq_tui.commands.predicted import directory, predicted, table
 
-    predictions = [predicted(p, Path(model).expanduser(), device, rows * batch, batch) for p in found]
+    predictions = [predicted(p, directory(model), device, rows * batch, batch) for p in found]
     emit(
         json.dumps([msgspec.to_builtins(p) for p in predictions], indent=1) if as_json else table(predictions)
     )

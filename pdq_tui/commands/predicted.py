@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from pdq_tui import locations
 from pdq_tui.commands.common import columns
+from pdq_tui.commands.flags import DEMO
 from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.predict import Prediction, predict
 from pdq_tui.core.shapes import read_shapes
+from pdq_tui.errors import UsageError
+
+
+def directory(model: str) -> Path:
+    """Where a model named on the command line lies; "demo" is the newest converted copy. Raises UsageError."""
+    if model != DEMO:
+        return Path(model).expanduser()
+    copies = sorted(locations.demo_dir().glob("*/config.json"), key=lambda p: p.stat().st_mtime)
+    if not copies:
+        raise UsageError("the demo model was not converted yet", "open it once: pdq-tui, or pdq-tui run demo")
+    return copies[-1].parent
 
 
 def predicted(policy: Policy, model: Path, device: str, prefill_rows: int, decode_rows: int) -> Prediction:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pdq_tui.commands import flags
-from pdq_tui.commands.common import emit, runs_dir, say, settings
+from pdq_tui.commands.common import emit, finite, runs_dir, say, settings
 from pdq_tui.commands.gate import TIMED, watched
 from pdq_tui.commands.progress import Printer
 from pdq_tui.config import Settings
@@ -52,12 +52,21 @@ def run(
     ] = None,
     budget: Annotated[
         float | None,
-        typer.Option("--budget", metavar="SECONDS", help="Stop measuring after this many seconds. [none]"),
+        typer.Option(
+            "--budget",
+            metavar="SECONDS",
+            callback=finite,
+            help="Stop measuring after this many seconds. [none]",
+        ),
     ] = None,
     min_seconds: Annotated[
         float,
         typer.Option(
-            "--min-seconds", metavar="SECONDS", min=0, help="Go on until this much was measured, in seconds."
+            "--min-seconds",
+            metavar="SECONDS",
+            min=0,
+            callback=finite,
+            help="Go on until this much was measured, in seconds.",
         ),
     ] = 10.0,
     solo: Annotated[

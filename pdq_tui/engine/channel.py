@@ -90,8 +90,11 @@ class Inbox:
             try:
                 command = p.decode_command(line)
             except (p.ProtocolError, p.UnknownTypeError) as error:
+                # A failure and no note: whoever sent it waits for what it would have brought.
                 self._send(
-                    p.Note(level="warn", text=f"command not understood: {error.message}", hint=error.hint)
+                    p.Failure(
+                        kind="internal", message=f"command not understood: {error.message}", hint=error.hint
+                    )
                 )
                 continue
             self.take(command)

@@ -243,3 +243,22 @@ def test_no_option_of_python_or_the_folder_leaks_in(pdq: Pdq, tmp_path: Path) ->
     env = environment(tmp_path / "home") | {"PATH": os.environ["PATH"]}
     done = subprocess.run([str(script), "--version"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("flag", ["--min-seconds", "--budget", "--weight-budget"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_numbers_that_are_not_finite_are_refused_at_once(flag: str, value: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pdq_tui", "run", "demo", flag, value],
+        check=False, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{value} is no finite number" in done.stderr
+
+
+def test_a_revision_of_the_demo_model_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pdq_tui", "run", "demo", "--revision", "abc"],
+        check=False, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 2 and "--revision belongs to a hub model" in done.stderr
