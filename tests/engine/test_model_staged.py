@@ -285,6 +285,11 @@ def test_bytes_of_a_tied_model_counted_by_hand(make, tiny_llama) -> None:
     assert generation.bytes_per_step() == int4 + 128 * 64 * 4 + 64 * 4 + small + kv * context
     assert arm.kv_info().bytes_per_token == kv
     assert generation.step_cost().flops["fp32"] == 2 * (n + 128 * 64) + 2 * 4 * 4 * 16 * context
+    # The prompt: every linear layer 8 times, the head once; 8·9/2 pairs of a query and a key, since attention is causal.
+    prompt = generation.prefill_cost(8)
+    assert sum(prompt.flops.values()) == 2 * (8 * n + 128 * 64) + 2 * 4 * 4 * 16 * (8 * 9 // 2)
+    (attention,) = [op for op in prompt.ops if op.name == "attention"]
+    assert (attention.count, attention.count * attention.bytes) == (2, kv * 8)
 
 
 def test_how_much_kv_fits_is_counted_from_free_memory(make, tiny_llama) -> None:
