@@ -308,11 +308,14 @@ def _put_weights(out: Json, facts: Facts, label: str) -> None:
     for stage, value in by_stage.items():
         put(weights["bits_per_weight_by_stage"], stage, value, "nothing was converted in this stage")
     kv: Json = {"bytes_per_token": ready.kv.bytes_per_token, "dtype": ready.kv.dtype}
-    put(kv, "capacity_tokens", ready.kv.capacity_tokens, "free memory is not known")
+    unknown = ready.kv.capacity_reason or "this engine did not say how much memory is free"
+    put(kv, "free_bytes", ready.kv.free_bytes, unknown)
+    kv["reserve_bytes"] = ready.kv.reserve_bytes
+    put(kv, "capacity_tokens", ready.kv.capacity_tokens, unknown)
     per_token = ready.kv.bytes_per_token
     displaced = w.extra_bytes // per_token if per_token else None
     put(kv, "displaced_tokens", displaced, "bytes per token are not known")
-    put(kv, "capacity_requests", *_capacity_requests(facts, ready.kv.capacity_tokens))
+    put(kv, "capacity_requests", *_capacity_requests(facts, ready.kv.capacity_tokens, unknown))
     out["weights"], out["kv"] = weights, kv
     out["session_resident_bytes"] = w.session_resident_bytes
     out["coverage"] = {stage: _coverage(c) for stage, c in ready.coverage.items()}
@@ -325,12 +328,13 @@ def _coverage(c: Coverage) -> Json:
     return found
 
 
-def _capacity_requests(facts: Facts, tokens: int | None) -> tuple[int | None, str]:
-    """How many requests of this workload's longest prompt and its output fit, and why that is not known."""
-    if tokens is None or facts.workload is None:
-        return None, "free memory is not known" if tokens is None else "no workload was set"
-    longest = max(facts.workload.lengths, default=facts.workload.workload.prompt_tokens or 0)
-    return tokens // max(1, longest + facts.workload.workload.output_tokens), ""
+def _capacity_requests(facts: Facts, tokens: int | None, unknown: str) -> tuple[int | None, str]:
+    """How many sequences of this workload's longest prompt and its output fit at once, and why that is not known."""
+    if tokens is None:
+        return None, unknown
+    if facts.workload is None or not facts.workload.lengths:
+        return None, "no workload was set"
+    return tokens // (max(facts.workload.lengths) + facts.workload.workload.output_tokens), ""
 
 
 def text_sha256(requests: Sequence[Request]) -> str | None:

@@ -1,18 +1,13 @@
 """Bytes and floating-point operations of a stage, operator by operator, and the time that the hardware needs for them.
 
-explained share = Σ over operators max(bytes / peak bandwidth, FLOPs / peak of their dtype) / measured time.
-MFU = Σ over dtypes (FLOPs / peak of that dtype) / measured time. One multiply-add is two operations.
+One multiply-add is two operations. What is divided by these (explained share, MFU) is defined in ``core.metrics``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final
 
 import msgspec
-
-#: Short dtype names of this program, as keys of FLOP counts and of measured compute peaks.
-DTYPES: Final = ("fp32", "bf16", "fp16", "int8", "fp8")
 
 
 class Op(msgspec.Struct, frozen=True):
@@ -61,64 +56,10 @@ class StageCost(msgspec.Struct, frozen=True):
             total += seconds * op.count
         return total * 1e3
 
-    def mfu(self, seconds: float | None, compute_tflops: Mapping[str, float]) -> float | None:
-        """Fraction of the compute peaks that was used; None without a time or a peak."""
-        return mfu(self.flops, seconds, compute_tflops)
-
-
-def mfu(
-    flops: Mapping[str, float], seconds: float | None, compute_tflops: Mapping[str, float]
-) -> float | None:
-    """Model FLOPs utilization as a fraction; None where the time or a dtype's peak is missing."""
-    if not seconds or not flops:
-        return None
-    ideal = 0.0
-    for dtype, count in flops.items():
-        peak = compute_tflops.get(dtype)
-        if not peak:
-            return None
-        ideal += count / (peak * 1e12)
-    return ideal / seconds
-
-
-def explained(bound_ms: float | None, measured_ms: float | None) -> float | None:
-    """Explained share as a fraction; None where either is missing. Never clamped: over 1 the census is wrong."""
-    return bound_ms / measured_ms if bound_ms and measured_ms else None
-
 
 def linear(name: str, N: int, K: int, rows: int, weight_bytes: int, dtype: str, count: int = 1) -> Op:
     """A linear layer [N, K] on ``rows`` rows whose weights are stored in ``weight_bytes``."""
     return Op(name, weight_bytes, 2.0 * N * K * rows, dtype, count)
-
-
-def causal_attention(
-    layers: int, batch: int, heads: int, kv_heads: int, head_dim: int, prompt: int, itemsize: int, dtype: str
-) -> Op:
-    """Attention of a whole prompt, one layer counted ``layers`` times: P·(P + 1)/2 pairs, two products each.
-
-    Bytes are the keys and values that were just made, read once.
-    """
-    pairs = prompt * (prompt + 1) / 2
-    return Op(
-        "attention",
-        2 * batch * kv_heads * head_dim * prompt * itemsize,
-        4.0 * batch * heads * head_dim * pairs,
-        dtype,
-        layers,
-    )
-
-
-def decode_attention(
-    layers: int, batch: int, heads: int, kv_heads: int, head_dim: int, context: int, itemsize: int, dtype: str
-) -> Op:
-    """Attention of one new token a sequence over ``context`` positions, the new one included."""
-    return Op(
-        "attention",
-        2 * batch * kv_heads * head_dim * context * itemsize,
-        4.0 * batch * heads * head_dim * context,
-        dtype,
-        layers,
-    )
 
 
 def merged(ops: Iterable[Op]) -> tuple[Op, ...]:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from pdq_tui.core.protocol import KvInfo
+from pdq_tui.engine.formats.packed import DTYPE_NAMES
 from pdq_tui.errors import UsageError
 
 
@@ -31,6 +33,22 @@ class KvShape:
     def bytes_per_token(self) -> int:
         """Keys and values of one position of one sequence, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    def info(self, allocated_bytes: int, free_bytes: int | None, reserve_bytes: int) -> KvInfo:
+        """The fact sheet of a cache like this. ``free_bytes``: all that KV may take, ``allocated_bytes`` in it."""
+        return KvInfo(
+            dtype=DTYPE_NAMES[self.dtype],
+            bytes_per_token=self.bytes_per_token,
+            allocated_bytes=allocated_bytes,
+            free_bytes=free_bytes,
+            reserve_bytes=reserve_bytes,
+            capacity_tokens=None
+            if free_bytes is None
+            else max(0, free_bytes - reserve_bytes) // self.bytes_per_token,
+            capacity_reason="this device does not tell how much of its memory is free"
+            if free_bytes is None
+            else None,
+        )
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]

@@ -1,12 +1,14 @@
 """What this device reaches when it does nothing else: the read peak, and the peak of a product in each dtype.
 
 Measured once for a device and a thread count, then kept in the cache. The read peak is the best of several probes over
-a buffer that no cache holds, since one probe alone is off by a fifth; its name travels with it.
+a buffer that no cache holds, since one probe alone is off by a fifth; its name travels with it. The peak of a dtype is
+the best of square products that grow until the rate no longer rises: a small one does not fill many cores.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -24,16 +26,27 @@ from pdq_tui.engine.device import Device
 from pdq_tui.engine.runner import Peaks
 
 #: Raise when a probe changes: cached figures of another version are measured again.
-PROBES_VERSION = 1
+PROBES_VERSION = 2
 #: How many sessions look, before the cache alone is asked.
 LOOKS = 3
 #: Each probe repeats at most this long, in seconds, and at most this often.
 PROBE_S = 0.12
 PROBE_TIMES = 8
+#: Edges of the square products, smallest and largest; a next one has twice the edge, so eight times the work.
+EDGES_CPU = (512, 4096)
+EDGES_GPU = (4096, 16384)
+#: A larger product is tried only if the last one was faster than all before by this share,
+RISE = 0.02
+#: if two runs of it are foreseen to end within this time of the dtype's first one, in seconds,
+PRODUCTS_S = 0.4
+#: and if three matrices of 4-byte elements fit into this share of what is free.
+SHARE_OF_FREE = 0.1
 
 Run = Callable[[], object]
 #: Makes its operands, and returns what is to be timed.
 Probe = Callable[[], Run]
+#: Makes the operands of a square product of the given edge, and returns what is to be timed.
+Product = Callable[[int], Run]
 
 Progress = Callable[[float, float | None, str], None]
 
@@ -45,7 +58,7 @@ def peaks(
     progress: Progress,
     cancelled: Callable[[], bool],
 ) -> Peaks:
-    """The device's peaks, from the cache or measured now (1 to 2 s). Raises Cancelled.
+    """The device's peaks, from the cache or measured now (2 to 4 s). Raises Cancelled.
 
     A peak is the best that was ever seen, and one look may fall into a busy second: the first sessions on a device
     each look again, and the best is kept.
@@ -108,17 +121,17 @@ def measure(device: Device, info: DeviceInfo, progress: Progress, cancelled: Cal
         check(cancelled)
         progress(done, total, f"read peak: {name}")
         done += 1
-        seconds = _best_seconds(device, probe, cancelled)
+        seconds, _ = _best_seconds(device, probe, cancelled)
         if seconds is not None and (best_gbps is None or bytes_read / seconds / 1e9 > best_gbps):
             best_gbps, method = bytes_read / seconds / 1e9, name
     tflops: dict[str, float] = {}
-    for dtype, flops, probe in products:
+    for dtype, product in products:
         check(cancelled)
         progress(done, total, f"compute peak: {dtype}")
         done += 1
-        seconds = _best_seconds(device, probe, cancelled)
-        if seconds is not None:
-            tflops[dtype] = max(flops / seconds / 1e12, tflops.get(dtype, 0.0))
+        reached = best_rate(device, product, cancelled)
+        if reached is not None:
+            tflops[dtype] = max(reached / 1e12, tflops.get(dtype, 0.0))
     if device.torch_device.type == "cpu" and "fp32" in tflops:
         # A CPU without instructions for a narrow type can widen it first: its limit is never below fp32's.
         tflops = {dtype: max(value, tflops["fp32"]) for dtype, value in tflops.items()}
@@ -126,27 +139,48 @@ def measure(device: Device, info: DeviceInfo, progress: Progress, cancelled: Cal
     return Peaks(best_gbps, method, tflops)
 
 
-def _best_seconds(device: Device, probe: Probe, cancelled: Callable[[], bool]) -> float | None:
-    """The shortest of a few runs; None where the device has no such operator, or no memory for it."""
+def best_rate(device: Device, product: Product, cancelled: Callable[[], bool]) -> float | None:
+    """The highest FLOP/s of square products of growing edge; None where the smallest one cannot be run."""
+    edge, largest = EDGES_CPU if device.torch_device.type == "cpu" else EDGES_GPU
+    free = device.free_bytes()
+    best, spent = None, 0.0
+    while True:
+        seconds, took = _best_seconds(device, functools.partial(product, edge), cancelled)
+        spent += took
+        if seconds is None:
+            return best
+        rate = 2.0 * edge**3 / seconds
+        rises = best is None or rate > best * (1 + RISE)
+        best = rate if best is None else max(best, rate)
+        edge *= 2
+        fits = free is None or 3 * 4 * edge**2 <= SHARE_OF_FREE * free
+        if not rises or edge > largest or not fits or spent + 2 * 8 * seconds > PRODUCTS_S:
+            return best
+
+
+def _best_seconds(device: Device, probe: Probe, cancelled: Callable[[], bool]) -> tuple[float | None, float]:
+    """(the shortest of a few runs after a first one, what all of them took); the shortest is None where the device has
+    no such operator, or no memory for it."""
+    prepared, timed, best = 0.0, 0.0, None
     try:
         run = probe()
-        run()
-        device.synchronize()
-        spent, best = 0.0, None
-        for _ in range(PROBE_TIMES):
+        for number in range(1 + PROBE_TIMES):
             check(cancelled)
             first = device.mark()
             run()
             second = device.mark()
             device.synchronize()
             seconds = device.elapsed_ms(first, second) / 1e3
+            if number == 0:
+                prepared = seconds
+                continue
             best = seconds if best is None else min(best, seconds)
-            spent += seconds
-            if spent > PROBE_S:
+            timed += seconds
+            if timed > PROBE_S:
                 break
     except (RuntimeError, NotImplementedError):
-        return None
-    return best or None
+        return None, prepared + timed
+    return best or None, prepared + timed
 
 
 def _buffer_bytes(device: Device, info: DeviceInfo) -> int:
@@ -155,7 +189,7 @@ def _buffer_bytes(device: Device, info: DeviceInfo) -> int:
         4 * (info.last_level_cache_bytes or 32 << 20), (128 << 20) if info.kind == "cpu" else 1 << 30
     )
     free = device.free_bytes()
-    return min(wanted, free // 10) if free is not None else wanted
+    return min(wanted, int(SHARE_OF_FREE * free)) if free is not None else wanted
 
 
 def _reads(device: Device, info: DeviceInfo) -> Iterator[tuple[str, int, Probe]]:
@@ -178,47 +212,45 @@ def _reads(device: Device, info: DeviceInfo) -> Iterator[tuple[str, int, Probe]]
     yield "linear of one row, bf16", size, lambda: row(torch.bfloat16)
 
 
-def _products(device: Device) -> Iterator[tuple[str, float, Probe]]:
-    """(dtype, FLOPs of one run, probe): a square product in each dtype."""
+def _products(device: Device) -> Iterator[tuple[str, Product]]:
+    """(dtype, product): what multiplies square matrices of each dtype here."""
     where = device.torch_device
-    n = 512 if where.type == "cpu" else 8192
-    flops = 2.0 * n**3
 
-    def dense(dtype: torch.dtype) -> Run:
+    def dense(dtype: torch.dtype, n: int) -> Run:
         a = torch.ones(n, n, dtype=dtype, device=where)
         b = torch.ones(n, n, dtype=dtype, device=where)
         return lambda: F.linear(a, b)
 
-    def int8() -> Run:
+    def int8(n: int) -> Run:
         a = torch.ones(n, n, dtype=torch.int8, device=where)
         b = torch.ones(n, n, dtype=torch.int8, device=where)
         return lambda: torch._int_mm(a, b.t())
 
-    def fp8() -> Run:
+    def fp8(n: int) -> Run:
         a = torch.ones(n, n, device=where).to(torch.float8_e4m3fn)
         b = torch.ones(n, n, device=where).to(torch.float8_e4m3fn)
         one = torch.ones((), device=where)
         return lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
 
-    def int8_fbgemm() -> Run:
+    def int8_fbgemm(n: int) -> Run:
         a = torch.ones(n, n)
         b = torch.quantize_per_tensor(torch.ones(n, n), 1.0, 0, torch.qint8)
         packed = torch.ops.quantized.linear_prepack(b, None)
         return lambda: torch.ops.quantized.linear_dynamic(a, packed)
 
-    def int16() -> Run:
+    def int16(n: int) -> Run:
         a = torch.ones(n, n)
         b = torch.ones(n, n, dtype=torch.int8)
         one = torch.ones(n)
         return lambda: torch.ops.pdq_native.int8(a, b, one, True)
 
-    yield "fp32", flops, lambda: dense(torch.float32)
-    yield "bf16", flops, lambda: dense(torch.bfloat16)
-    yield "fp16", flops, lambda: dense(torch.float16)
-    yield "int8", flops, int8
+    yield "fp32", functools.partial(dense, torch.float32)
+    yield "bf16", functools.partial(dense, torch.bfloat16)
+    yield "fp16", functools.partial(dense, torch.float16)
+    yield "int8", int8
     if where.type == "cpu":
-        yield "int8", flops, int8_fbgemm
+        yield "int8", int8_fbgemm
     if native.loaded() is not None:
-        yield "int16", flops, int16
+        yield "int16", int16
     if device.capability is not None and device.capability >= (8, 9):
-        yield "fp8", flops, fp8
+        yield "fp8", fp8

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -55,7 +55,8 @@ class Staged(Protocol):
     """A policy made ready; see ``engine.staged``."""
 
     def start(self, batch: int, capacity: int, pad: torch.Tensor | None) -> Generation: ...
-    def kv_info(self) -> Any: ...
+    @property
+    def kv_bytes_per_token(self) -> int: ...
 
 
 @dataclass
@@ -169,7 +170,7 @@ class _Run:
             self._decode(generation)
         self.close_times()
         self._close_tokens()
-        record.kv_bytes = self.arm.staged.kv_info().bytes_per_token * generation.length * batch.rows
+        record.kv_bytes = self.arm.staged.kv_bytes_per_token * generation.length * batch.rows
 
     # -- the two stages ----------------------------------------------------------------------------------------------
 

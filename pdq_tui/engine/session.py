@@ -151,12 +151,12 @@ class Session:
                 device.reset_peak()
                 self._own_kernels(command, device, cancelled)
                 model = load_model(command, device, self._progress("load", ""), cancelled)
+                peak = device.peak_bytes()  # of loading: the probes' buffers come after it
                 info = device.info()
                 cache = Path(command.cache_dir) if command.cache_dir else locations.cache_dir()
                 found = peaks(device, info, cache, self._progress("load", "probes"), cancelled)
                 info.read_peak_gbps, info.read_peak_method = found.read_gbps, found.read_method
                 info.compute_peak_tflops = dict(found.compute_tflops)
-                peak = device.peak_bytes()
                 self.staged = StagedModel(
                     model.skeleton,
                     model.masters,

@@ -44,7 +44,7 @@ from pdq_tui.engine.plan import (
     weights_of,
 )
 from pdq_tui.engine.views import Caller, copy_shell
-from pdq_tui.engine.weights import Key, Progress, WeightStore
+from pdq_tui.engine.weights import HEADROOM_BYTES, Key, Progress, WeightStore
 from pdq_tui.errors import UnfitError, UsageError
 
 #: KV buffers kept for reuse, by (batch, capacity).
@@ -371,15 +371,18 @@ class StagedArm:
         self._weights.session_resident_bytes = self.owner.session_resident_bytes
         return self._weights
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.owner.kv.bytes_per_token
+
     def kv_info(self) -> KvInfo:
-        kv = self.owner.kv
-        capacities = [capacity for _, capacity in self.owner._caches]
-        return KvInfo(
-            dtype=DTYPE_NAMES[kv.dtype],
-            bytes_per_token=kv.bytes_per_token,
-            allocated_bytes=self.owner.kv_allocated_bytes,
-            capacity_tokens=max(capacities, default=None),
-        )
+        """The KV cache and how many tokens of it fit now: into what is free on the device, what present buffers hold,
+        and what only other policies of the session hold, since serving this policy needs neither."""
+        owner = self.owner
+        free, buffers = owner.device.free_bytes(), owner.kv_allocated_bytes
+        if free is not None:
+            free += buffers + owner.store.bytes_beside(self.keys)
+        return owner.kv.info(buffers, free, HEADROOM_BYTES)
 
     def view(
         self,

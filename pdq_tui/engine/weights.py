@@ -52,6 +52,11 @@ class WeightStore:
         """What this store itself allocated; the budget is on this."""
         return sum(p.nbytes for p in self._entries.values() if p.ours)
 
+    def bytes_beside(self, keys: Iterable[Key]) -> int:
+        """What this store allocated for other entries than these."""
+        keep = set(keys)
+        return sum(p.nbytes for key, p in self._entries.items() if p.ours and key not in keep)
+
     def new_bytes(self, wanted: Mapping[Key, tuple[Layer, Spec]]) -> int:
         """Bytes that packing what is missing will allocate."""
         return sum(

@@ -177,7 +177,7 @@ def made_events(blocks: int, seed: int) -> list[Any]:
             policy=policies[arm],
             weights=p.WeightsInfo(stored_bytes=269_000_000),
             coverage={s: p.Coverage(total_parameters=1, kernels={arm: 210}) for s in ("prefill", "decode")},
-            kv=p.KvInfo(bytes_per_token=23_040, capacity_tokens=500_000),
+            kv=p.KvInfo(bytes_per_token=23_040, free_bytes=500_000 * 23_040, capacity_tokens=500_000),
             t_ns=now,
         )
         for arm in speed

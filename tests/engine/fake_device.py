@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pdq_tui.core.policy import Keep, Policy
-from pdq_tui.core.protocol import DeviceInfo, KvInfo
+from pdq_tui.core.protocol import DeviceInfo
 from pdq_tui.engine.runner import Arm
 
 
@@ -128,8 +128,9 @@ class FakeStaged:
         self.starts.append((batch, capacity))
         return FakeGeneration(self, batch)
 
-    def kv_info(self) -> KvInfo:
-        return KvInfo(bytes_per_token=2)
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2
 
 
 class FakeGeneration:

@@ -15,6 +15,7 @@ from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.policy import Policy, StagePolicy, natural_storage, parse_policy
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.staged import StagedModel
+from pdq_tui.engine.weights import HEADROOM_BYTES
 from pdq_tui.errors import PdqError, UnfitError, UsageError
 
 UNIFORM = ("bf16", "int8", "w8a8", "int4")
@@ -26,8 +27,11 @@ class Cpu:
     torch_device = torch.device("cpu")
     capability = None
 
+    def __init__(self, free: int | None = None) -> None:
+        self.free = free
+
     def free_bytes(self) -> int | None:
-        return None
+        return self.free
 
     def empty_cache(self, mapped: object = ()) -> None:
         pass
@@ -42,10 +46,16 @@ def probes_in_a_folder_of_their_own(tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def make(load_tiny):
-    def build(path: Path, budget: int | None = None, dtype: torch.dtype | None = None, **options):
+    def build(
+        path: Path,
+        budget: int | None = None,
+        dtype: torch.dtype | None = None,
+        free: int | None = None,
+        **options,
+    ):
         model, masters = load_tiny(path, dtype)
         staged = StagedModel(
-            model, masters, Cpu(), budget_bytes=budget, kernels=load_kernels("cpu"), **options
+            model, masters, Cpu(free), budget_bytes=budget, kernels=load_kernels("cpu"), **options
         )
         return staged, model, masters
 
@@ -275,6 +285,48 @@ def test_bytes_of_a_tied_model_counted_by_hand(make, tiny_llama) -> None:
     assert generation.bytes_per_step() == int4 + 128 * 64 * 4 + 64 * 4 + small + kv * context
     assert arm.kv_info().bytes_per_token == kv
     assert generation.step_cost().flops["fp32"] == 2 * (n + 128 * 64) + 2 * 4 * 4 * 16 * context
+    # The prompt: every linear layer 8 times, the head once; 8·9/2 pairs of a query and a key, since attention is causal.
+    prompt = generation.prefill_cost(8)
+    assert sum(prompt.flops.values()) == 2 * (8 * n + 128 * 64) + 2 * 4 * 4 * 16 * (8 * 9 // 2)
+    (attention,) = [op for op in prompt.ops if op.name == "attention"]
+    assert (attention.count, attention.count * attention.bytes) == (2, kv * 8)
+
+
+def test_how_much_kv_fits_is_counted_from_free_memory(make, tiny_llama) -> None:
+    """What only another policy holds, and the buffers of requests that ended, count as free for this one."""
+    free = HEADROOM_BYTES + 10_000_000
+    staged, _, _ = make(tiny_llama, free=free)
+    int8 = staged.apply(find_policy("int8"), rows=[1, 8])
+    kv = int8.kv_info()
+    assert (kv.free_bytes, kv.reserve_bytes, kv.allocated_bytes) == (free, HEADROOM_BYTES, 0)
+    assert kv.capacity_tokens == 10_000_000 // (2 * 2 * 2 * 16 * 4) and kv.capacity_reason is None
+
+    int4 = staged.apply(find_policy("int4"), rows=[1, 8])
+    run(int4, ids_of(1, 8), 2)
+    buffer = 10 * kv.bytes_per_token
+    for arm, other in ((int8, int4), (int4, int8)):
+        beside = other.weights.decode_bytes
+        assert arm.kv_info().allocated_bytes == buffer
+        assert arm.kv_info().free_bytes == free + buffer + beside
+        assert arm.kv_info().capacity_tokens == (10_000_000 + buffer + beside) // kv.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("free", "tokens", "reason"),
+    [
+        (None, None, "does not tell"),
+        (0, 0, None),
+        (HEADROOM_BYTES + 511, 0, None),
+        (HEADROOM_BYTES + 512, 1, None),
+    ],
+)
+def test_kv_that_fits_is_never_less_than_nothing_and_null_where_nobody_knows(
+    free, tokens, reason, make, tiny_llama
+) -> None:
+    staged, _, _ = make(tiny_llama, free=free)
+    kv = staged.apply(find_policy("bf16"), rows=[1, 8]).kv_info()
+    assert kv.bytes_per_token == 512 and kv.capacity_tokens == tokens
+    assert (kv.capacity_reason is None) if reason is None else (reason in kv.capacity_reason)
 
 
 def test_shared_int8_costs_no_bytes_and_a_flip_packs_nothing(make, tiny_llama) -> None:

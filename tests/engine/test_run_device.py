@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -226,6 +227,76 @@ def test_peaks_are_kept_and_only_get_better(tmp_path: Path, monkeypatch: pytest.
     file.write_text("{damaged")
     with pytest.raises(StopIteration):
         look()
+
+
+def square_products(
+    device: FakeDevice, rate: Callable[[int], float], fails_from: int = 1 << 30
+) -> tuple[float | None, list[int]]:
+    """(the rate that was found, the edges that were tried): a product of edge n runs at rate(n) FLOP/s."""
+    tried: list[int] = []
+
+    def product(n: int) -> Callable[[], None]:
+        tried.append(n)
+        if n >= fails_from:
+            raise RuntimeError("no memory")
+        return lambda: device.queue(1e3 * 2.0 * n**3 / rate(n))
+
+    return peaks_module.best_rate(device, product, lambda: False), tried
+
+
+def many_cores(n: int) -> float:
+    """Half of the rate is reached at an edge of 1024."""
+    return 1e13 * n / (n + 1024)
+
+
+def test_a_product_grows_until_its_rate_no_longer_rises() -> None:
+    device = FakeDevice()
+    device.total_bytes = 64 << 30
+    assert square_products(device, many_cores) == (pytest.approx(many_cores(4096)), [512, 1024, 2048, 4096])
+    few = {512: 1.0e12, 1024: 1.5e12, 2048: 1.51e12, 4096: 9e12}
+    assert square_products(device, few.__getitem__) == (pytest.approx(1.51e12), [512, 1024, 2048]), (
+        "risen by less than 2 %"
+    )
+    falls = {512: 1.0e12, 1024: 0.9e12, 2048: 9e12}
+    assert square_products(device, falls.__getitem__) == (pytest.approx(1.0e12), [512, 1024])
+
+
+def test_a_slow_device_is_not_asked_for_more_than_its_time() -> None:
+    """512³ takes 100 ms here: one of eight times the work, twice, would not fit into 0.4 s."""
+    device = FakeDevice()
+    device.total_bytes = 64 << 30
+    _, tried = square_products(device, lambda n: 2.0 * 512**3 / 0.1)
+    assert tried == [512]
+    assert device.clock_ms < 1e3 * (2 * peaks_module.PRODUCTS_S + peaks_module.PROBE_S)
+    device.clock_ms = 0.0
+    slowly_rising = {512: 5e10, 1024: 6e10, 2048: 7e10, 4096: 8e10}
+    _, tried = square_products(device, slowly_rising.__getitem__)
+    assert tried == [512, 1024]
+
+
+def test_operands_of_a_product_stay_within_a_tenth_of_what_is_free() -> None:
+    """Three matrices of 1024² words are 12.6 MB, of 2048² 50.3 MB."""
+    device = FakeDevice()
+    for free, edges in ((100_000_000, [512]), (130_000_000, [512, 1024]), (510_000_000, [512, 1024, 2048])):
+        device.total_bytes = free + device.held
+        assert square_products(device, many_cores) == (pytest.approx(many_cores(edges[-1])), edges)
+
+
+def test_a_product_that_cannot_be_run_leaves_what_smaller_ones_reached() -> None:
+    device = FakeDevice()
+    device.total_bytes = 64 << 30
+    assert square_products(device, many_cores, fails_from=512) == (None, [512])
+    assert square_products(device, many_cores, fails_from=2048) == (
+        pytest.approx(many_cores(1024)),
+        [512, 1024, 2048],
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_products_of_every_dtype_here_make_their_own_operands() -> None:
+    device = CpuDevice(1)
+    names = [dtype for dtype, product in peaks_module._products(device) if product(64)() is not None]
+    assert {"fp32", "bf16"} <= set(names)
 
 
 def test_droppable_events_are_dropped_and_counted_while_nobody_reads() -> None:

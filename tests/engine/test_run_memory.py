@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 from pathlib import Path
@@ -15,6 +16,10 @@ from pdq_tui.core import protocol as p
 from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.workload import Workload
 from pdq_tui.engine import memory
+from pdq_tui.engine import session as session_module
+from pdq_tui.engine.channel import Inbox
+from pdq_tui.engine.runner import Peaks
+from pdq_tui.engine.session import Session
 
 MIB = 1 << 20
 
@@ -49,6 +54,26 @@ def test_T12_a_mapping_that_was_written_keeps_its_changes(tmp_path: Path) -> Non
         mapped[5] = 7
         memory.give_back([path])
         assert mapped[5] == 7
+
+
+def test_the_peak_of_loading_holds_no_probes(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What measures the device needs hundreds of megabytes; the model here has none."""
+    probed = 256 * MIB
+
+    def peaks(*_: object) -> Peaks:
+        torch.ones(probed // 4)
+        return Peaks()
+
+    monkeypatch.setattr(session_module, "peaks", peaks)
+    sent: list[p.Message] = []
+    before = memory.rss_bytes()
+    Session(sent.append, Inbox(sent.append)).handle(1, load(tiny_llama, tmp_path))
+    gc.unfreeze()
+    (ready,) = [e for e in sent if isinstance(e, p.ModelReady)]
+    assert ready.load_peak_bytes is not None
+    assert before // 2 < ready.load_peak_bytes < before + probed
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,11 @@ def test_a_whole_session_through_pipes(worker: Worker, tiny_llama: Path, tmp_pat
     assert ready.device.threads == 1
     assert ready.device.read_peak_gbps > 0
     assert ready.load_peak_bytes > 0
-    assert {worker.until(p.ArmReady).arm, worker.until(p.ArmReady).arm} == {"A", "B"}
+    arms = [worker.until(p.ArmReady), worker.until(p.ArmReady)]
+    assert {arm.arm for arm in arms} == {"A", "B"}
+    for kv in (arm.kv for arm in arms):
+        assert kv.free_bytes <= ready.device.memory_bytes
+        assert kv.capacity_tokens == (kv.free_bytes - kv.reserve_bytes) // kv.bytes_per_token > 0
     workload = worker.until(p.WorkloadReady)
     assert workload.lengths == [16, 16]
 

@@ -90,7 +90,8 @@ def arm_ready(arm: str, policy: Policy, extra: int, *, fallbacks: int = 0) -> Ar
             session_resident_bytes=433_000_000,
         ),
         coverage={s: coverage(policy.stage(s).format.label, s) for s in ("prefill", "decode")},  # type: ignore[arg-type]
-        kv=KvInfo(dtype="bf16", bytes_per_token=23_040, allocated_bytes=13_271_040, capacity_tokens=100_000),
+        kv=KvInfo(bytes_per_token=23_040, allocated_bytes=576 * 23_040, free_bytes=100_000 * 23_040 + (64 << 20),
+                  reserve_bytes=64 << 20, capacity_tokens=100_000),
         fallbacks=[
             Fallback(stage="decode", module="model.layers.*.mlp.down_proj", wanted="int4-g64", used="int4-g32",
                      reason="64 does not divide 1536", modules=30)

@@ -13,13 +13,23 @@ from pdq_tui.core import protocol as p
 from pdq_tui.core.policy import Policy, parse_policy
 from pdq_tui.core.workload import Workload, block_turns
 
+MEMORY = 25_769_803_776
+RESIDENT = 600_000_000
+#: 30 layers of 3 KV heads of 64, keys and values, 2 bytes each.
+KV_BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 2
+#: One buffer for the workload below: 512 prompt tokens and 9 new ones.
+KV_ALLOCATED = (512 + 9) * KV_BYTES_PER_TOKEN
+KV_FREE = MEMORY - RESIDENT
+KV_RESERVE = 64 << 20
+CAPACITY = (KV_FREE - KV_RESERVE) // KV_BYTES_PER_TOKEN
+
 META: dict[str, Any] = {
     "schema": 1,
     "id": "20260102T030405Z-0f3a",
     "started": "2026-01-02T03:04:05+00:00",
     "tool": {"name": "pdq-tui", "version": "0.1.0"},
     "seed": 7,
-    "host": {"cpu": "Virtual CPU", "threads": 2, "memory": 25_769_803_776},
+    "host": {"cpu": "Virtual CPU", "threads": 2, "memory": MEMORY},
     "libraries": {"torch": "2.13.0", "transformers": "5.24.0"},
     "argv": [],
 }
@@ -109,7 +119,7 @@ class VirtualRun:
                 device=p.DeviceInfo(
                     kind="cpu",
                     name="Virtual CPU",
-                    memory_bytes=25_769_803_776,
+                    memory_bytes=MEMORY,
                     threads=self.threads,
                     cpu="Virtual CPU",
                     memory_method="virtual",
@@ -136,7 +146,7 @@ class VirtualRun:
                         shared_bytes=200_000_000,
                         kept_bytes=69_000_000,
                         bits_per_weight={"prefill": None, "decode": None},
-                        session_resident_bytes=600_000_000,
+                        session_resident_bytes=RESIDENT,
                     ),
                     coverage={
                         s: p.Coverage(
@@ -144,7 +154,13 @@ class VirtualRun:
                         )
                         for s in ("prefill", "decode")
                     },
-                    kv=p.KvInfo(bytes_per_token=23_040, allocated_bytes=13_000_000, capacity_tokens=500_000),
+                    kv=p.KvInfo(
+                        bytes_per_token=KV_BYTES_PER_TOKEN,
+                        allocated_bytes=KV_ALLOCATED,
+                        free_bytes=KV_FREE,
+                        reserve_bytes=KV_RESERVE,
+                        capacity_tokens=CAPACITY,
+                    ),
                     t_ns=t,
                 )
             )

@@ -70,8 +70,32 @@ def test_kv_that_the_second_copy_displaces_and_requests_that_fit(make_run: Any, 
             e.weights.extra_bytes = 54_000_000
 
     kv = document(make_run, meta, dual)["arms"][1]["kv"]
-    assert kv["displaced_tokens"] == 54_000_000 // 23_040
-    assert kv["capacity_requests"] == 500_000 // (512 + 9)
+    assert kv["displaced_tokens"] == 54_000_000 // kv["bytes_per_token"]
+    assert kv["capacity_tokens"] == (kv["free_bytes"] - kv["reserve_bytes"]) // kv["bytes_per_token"] > 0
+    assert kv["capacity_requests"] == kv["capacity_tokens"] // (512 + 9) > 0
+
+
+def test_how_much_kv_fits_is_null_with_the_engines_own_reason(make_run: Any, meta: dict[str, Any]) -> None:
+    def untold(reason: str | None) -> Any:
+        def change(e: Any) -> None:
+            if isinstance(e, p.ArmReady):
+                e.kv = p.KvInfo(bytes_per_token=23_040, capacity_reason=reason)
+
+        return document(make_run, meta, change)["arms"][0]["kv"]
+
+    for reason, told in (("this device is silent", "this device is silent"), (None, "did not say how much")):
+        kv = untold(reason)
+        for key in ("free_bytes", "capacity_tokens", "capacity_requests"):
+            assert kv[key] is None and told in kv[f"{key}_reason"]
+
+
+def test_requests_that_fit_need_a_workload(make_run: Any, meta: dict[str, Any]) -> None:
+    events = [
+        e for e in make_run({"bf16": (100, 50)}).events() if not isinstance(e, (p.WorkloadReady, p.Request))
+    ]
+    kv = run_document(meta, events)["arms"][0]["kv"]
+    assert kv["capacity_tokens"] > 0
+    assert kv["capacity_requests"] is None and kv["capacity_requests_reason"] == "no workload was set"
 
 
 def test_gaps_of_one_block_are_one_independent_unit(make_run: Any, meta: dict[str, Any]) -> None:

@@ -98,7 +98,19 @@ class WeightsInfo(msgspec.Struct, kw_only=True):
 
 
 class KvInfo(msgspec.Struct, kw_only=True):
+    """The KV cache of one policy when its arm became ready.
+
+    allocated_bytes  KV buffers that the engine keeps for reuse
+    free_bytes       what KV of this policy may take: free memory, those buffers, and what only other policies hold;
+                     None where the device does not tell
+    reserve_bytes    of that, kept for activations and scratch
+    capacity_tokens  tokens of KV that fit into the rest; None with ``capacity_reason``
+    """
+
     dtype: str = "bf16"
     bytes_per_token: int = 0
     allocated_bytes: int = 0
+    free_bytes: int | None = None
+    reserve_bytes: int = 0
     capacity_tokens: int | None = None
+    capacity_reason: str | None = None
