@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pdq_tui.core.metrics import format_bytes
 from pdq_tui.host.view import SessionView
 from pdq_tui.tui.heading import Look
-from pdq_tui.tui.plot import Row
+from pdq_tui.tui.lines import Row
 from pdq_tui.tui.rows import apart, clip
 
 
