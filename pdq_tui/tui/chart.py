@@ -11,7 +11,9 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
-from pdq_tui.tui.plot import Picture, Row, draw
+from pdq_tui.tui.lines import Row
+from pdq_tui.tui.plot import draw
+from pdq_tui.tui.plot_picture import Picture
 
 
 class Chart(Widget, can_focus=True):

@@ -6,7 +6,7 @@ from pdq_tui.core.protocol import CpuSample, GpuSample
 from pdq_tui.core.stats import Summary
 from pdq_tui.host.view import SessionView
 from pdq_tui.tui.heading import Look
-from pdq_tui.tui.plot import Row
+from pdq_tui.tui.lines import Row
 from pdq_tui.tui.rows import clip, row
 
 #: Seconds without a sensor reading after which the last one is called stale.

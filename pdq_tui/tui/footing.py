@@ -1,14 +1,15 @@
-"""The lines at the bottom: what is under way, and the newest of the event log."""
+"""The lines at the bottom: what is under way, the newest of the event log, the keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pdq_tui.core.metrics import format_bytes
 from pdq_tui.host.view import SessionView
+from pdq_tui.tui import keys
 from pdq_tui.tui.heading import Look
-from pdq_tui.tui.plot import Row
-from pdq_tui.tui.rows import apart, clip
+from pdq_tui.tui.lines import Row
+from pdq_tui.tui.rows import apart, clip, row
 
 
 def task_rows(view: SessionView, width: int, look: Look) -> list[Row]:
@@ -62,3 +63,36 @@ def bottom_rows(
     """Tasks first, then the newest notes."""
     rows = [*first, *task_rows(view, width, look)][:height]
     return rows + note_rows(view, width, height - len(rows), look)
+
+
+def key_row(view: SessionView, width: int, look: Look, readonly: bool, names: Mapping[str, str]) -> Row:
+    """The keys that matter most, as many as fit. ``names``: binding id → keys, where they were moved."""
+
+    def key(*ids: str) -> str:
+        return "/".join(keys.shown(i, names) for i in ids)
+
+    stop = "Stop" if view.running or view.wants_loop else "Start"
+    screens = " ".join(f"{key(f'screen.{mode}')} {word}" for _, mode, word in keys.SCREENS)
+    changing = [
+        f"{key('live.run')} {stop}",
+        f"{key('live.arm_a', 'live.arm_b')} Arm",
+        f"{key('live.prefill', 'live.decode')} Stage",
+        f"{key('live.interleave')} ABBA",
+        f"{key('live.snapshot')} Snap",
+    ]
+    items = [
+        *([] if readonly else changing),
+        f"{key('app.help')} Help",
+        f"{key('app.export')} Export",
+        f"{key('live.zoom')} Zoom",
+        f"{key('live.freeze')} Pause",
+    ]
+    if width < 110:
+        screens = screens.replace("Compare", "Cmp").replace("Policies", "Pol")
+    if width < 80:
+        screens = " ".join(key(f"screen.{mode}") for _, mode, _ in keys.SCREENS) + " Screens"
+    text = f" {screens} {look.own('│')}"
+    for item in items:
+        if len(text) + 1 + len(item) <= width:
+            text += f" {item}"
+    return row(text)

@@ -12,8 +12,7 @@ from rich.cells import cell_len
 from pdq_tui.core.metrics import format_bytes
 from pdq_tui.core.policy import Policy, Stage
 from pdq_tui.host.view import ArmView, SessionView
-from pdq_tui.tui.lines import ASCII, fit, literal
-from pdq_tui.tui.plot import Part, Row
+from pdq_tui.tui.lines import ASCII, Part, Row, fit, literal
 from pdq_tui.tui.rows import apart, clip, length
 
 _TABLE = str.maketrans(ASCII)

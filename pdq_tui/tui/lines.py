@@ -34,7 +34,9 @@ _ASCII_TABLE = str.maketrans(ASCII)
 _CONTROLS = {c: 0x2400 + c for c in range(0x20)} | {0x7F: 0x2421} | dict.fromkeys(range(128, 160), 65533)
 _CONTROLS |= {ord("\t"): ord(" ")} | dict.fromkeys((*range(8234, 8239), *range(8294, 8298)), 65533)
 
+#: (text, role); roles are a widget's COMPONENT_CLASSES without their prefix, "" for plain.
 Part = tuple[str, str]
+Row = tuple[Part, ...]
 
 
 def literal(text: object) -> str:

@@ -12,60 +12,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from textual.app import ComposeResult
 from textual.binding import BindingType
-from textual.containers import Horizontal
 from textual.events import Resize
 from textual.screen import Screen
-from textual.widget import Widget
 
 from pdq_tui.core.policy import Stage
 from pdq_tui.host.view import SessionView
-from pdq_tui.tui import device_panel, footing, heading, keys, modals, panels, pictures
+from pdq_tui.tui import heading, keys, live_layout, modals, panels, pictures
 from pdq_tui.tui.ask import Pick, Write
 from pdq_tui.tui.chart import Chart
 from pdq_tui.tui.copying import copy_text
 from pdq_tui.tui.heading import Display, Look
-from pdq_tui.tui.plot import spark
-from pdq_tui.tui.rows import Rows, clip, row
+from pdq_tui.tui.live_drawing import Drawing
+from pdq_tui.tui.rows import Rows
 
 if TYPE_CHECKING:
     from pdq_tui.tui.app import PdqApp
 
-#: What is on the screen in each layout, from top to bottom; the other panels are not there.
-_ALWAYS = ("header", "policies", "bottom", "keys")
-LAYOUTS: dict[str, tuple[str, ...]] = {
-    "full": (
-        *_ALWAYS,
-        "top",
-        "prefill",
-        "decode",
-        "device",
-        "row1",
-        "chart0",
-        "chart1",
-        "row2",
-        "chart2",
-        "chart3",
-    ),
-    "mid": (*_ALWAYS, "stages", "row1", "chart0", "side", "strips", "strip0", "strip1"),
-    "small": (*_ALWAYS, "stages", "row1", "side"),
-    "tiny": ("too-small",),
-}
-_PANELS = ("top", "prefill", "decode", "device", "stages", "row1", "chart0", "chart1", "side", "row2", "chart2",
-           "chart3", "strips", "strip0", "strip1", "too-small")  # fmt: skip
-_ROW_OF = {"prefill": "top", "decode": "top", "device": "top", "chart0": "row1", "chart1": "row1", "side": "row1",
-           "chart2": "row2", "chart3": "row2"}  # fmt: skip
 #: A tick this late, three times in a row, means that the terminal does not keep up.
 _LATE_S = 0.5
 _MARKS = 50
-
-
-def layout_for(width: int, height: int) -> str:
-    """full, mid, small (numbers only) or tiny (one line)."""
-    if width >= 120 and height >= 36:
-        return "full"
-    if width >= 80 and height >= 24:
-        return "mid"
-    return "small" if width >= 60 and height >= 20 else "tiny"
 
 
 class LiveScreen(Screen[None]):
@@ -97,27 +62,7 @@ class LiveScreen(Screen[None]):
         return Look(self.pdq.ascii)
 
     def compose(self) -> ComposeResult:
-        marker = self.pdq.marker
-        yield Rows(id="header")
-        yield Rows(id="policies")
-        with Horizontal(id="top"):
-            yield _panel(Rows(id="prefill", focusable=True, metric="ttft_ms"))
-            yield _panel(Rows(id="decode", focusable=True, metric="tpot_ms"))
-            yield _panel(Rows(id="device", focusable=True, metric="decode_peak_bytes"))
-        yield _panel(Rows(id="stages", focusable=True, metric="tpot_ms"))
-        with Horizontal(id="row1"):
-            yield _panel(Chart(id="chart0", marker=marker))
-            yield _panel(Chart(id="chart1", marker=marker))
-            yield _panel(Rows(id="side", focusable=True, metric="decode_peak_bytes"))
-        with Horizontal(id="row2"):
-            yield _panel(Chart(id="chart2", marker=marker))
-            yield _panel(Chart(id="chart3", marker=marker))
-        with Horizontal(id="strips"):
-            yield _panel(Rows(id="strip0"))
-            yield _panel(Rows(id="strip1"))
-        yield Rows(id="too-small")
-        yield Rows(id="bottom")
-        yield Rows(id="keys")
+        yield from live_layout.widgets(self.pdq.marker)
 
     def on_mount(self) -> None:
         self.set_class(self.pdq.ascii, "-ascii")
@@ -138,16 +83,11 @@ class LiveScreen(Screen[None]):
 
     def _arrange(self) -> None:
         """Show the panels of the layout that fits; of a zoomed one only that and its row."""
-        name = layout_for(self.app.size.width, self.app.size.height)
-        shown = set(LAYOUTS[name])
-        if self.zoomed is not None and self.zoomed not in shown:
-            self.zoomed = None
-        if self.zoomed is not None:
-            shown = {*_ALWAYS, self.zoomed, _ROW_OF.get(self.zoomed, self.zoomed)}
-        self.layout_name = name
-        self.set_class(name == "small", "-small")
+        size = self.app.size
+        self.layout_name, shown, self.zoomed = live_layout.arranged(size.width, size.height, self.zoomed)
+        self.set_class(self.layout_name == "small", "-small")
         self.set_class(self.zoomed is not None, "-zoomed")
-        for widget_id in (*_ALWAYS, *_PANELS):
+        for widget_id in live_layout.WIDGETS:
             self.query_one(f"#{widget_id}").display = widget_id in shown
         if self.focused is not None and not self.focused.display:
             self.set_focus(None)
@@ -188,9 +128,10 @@ class LiveScreen(Screen[None]):
             display = replace(display, frozen_s=max(view.elapsed_s - self.frozen.elapsed_s, 0.0))
             view = self.frozen
         self.last = view
-        self._draw_rows(view, display)
+        drawing = Drawing(self, view, display, self.look, self.layout_name, self.pdq.options.keys)
+        drawing.rows()
         if charts:
-            self._draw_charts(view)
+            drawing.charts(self.charts, self.window_s, self.marks)
 
     def _with_fetch(self, view: SessionView) -> SessionView:
         fetch = self.pdq.fetching
@@ -205,90 +146,6 @@ class LiveScreen(Screen[None]):
         if len(view.snapshots) > len(before.snapshots):
             self.marks.append((view.elapsed_s, "s"))
         del self.marks[:-_MARKS]
-
-    def _draw_rows(self, view: SessionView, display: Display) -> None:
-        look, width = self.look, self.app.size.width
-        if self.layout_name == "tiny":
-            size = self.app.size
-            text = f"window too small: {size.width}x{size.height}, needs 60x20. The run goes on."
-            self._rows("too-small").show(
-                [row(text[i : i + max(width, 1)]) for i in range(0, len(text), max(width, 1))]
-            )
-            return
-        self._rows("header").show([heading.header(view, display, width, look)])
-        self._rows("policies").show([heading.policy_line(view, width, look)])
-        height = self._rows("bottom").size.height
-        self._rows("bottom").show(footing.bottom_rows(view, width, height, look))
-        self._rows("keys").show([self._key_row(view, width)])
-        title, source = device_panel.device_title(view)
-        for stage in ("prefill", "decode"):
-            panel = self._rows(stage)
-            if panel.display:
-                rows = panels.stage_rows(view, stage, panel.size.width, look)
-                panel.show(rows, panels.stage_title(view, stage, look), panels.stage_subtitle(view, stage))
-        for name in ("device", "side"):
-            panel = self._rows(name)
-            if panel.display:
-                panel.show(device_panel.device_rows(view, panel.size.width, look), title, source)
-        stages = self._rows("stages")
-        if stages.display:
-            words = panels.live_words(view, look)
-            stages.show(panels.both_rows(view, stages.size.width, look), f"STAGES  {words}".rstrip())
-
-    def _draw_charts(self, view: SessionView) -> None:
-        for index, chart_id in enumerate(self.charts):
-            widget = self.query_one(f"#chart{index}", Chart)
-            if widget.display:
-                shown = pictures.titled(
-                    view, chart_id, self.window_s, self.marks, self.look, readonly=self.pdq.readonly
-                )
-                widget.metric = chart_id
-                title = shown.title + ("  (m: next)" if self.layout_name == "mid" else "")
-                widget.show(shown.picture, title, self.look.own(shown.subtitle))
-        for index, chart_id in enumerate((pictures.MEMORY, pictures.POWER)):
-            strip = self._rows(f"strip{index}")
-            if strip.display:
-                shown = pictures.titled(view, chart_id, self.window_s, (), self.look)
-                bars = max(strip.size.width - len(shown.value) - 4, 0)
-                points = shown.picture.curves[0].points if shown.picture.curves else ()
-                line = row(" ", (spark(points, bars, plain=self.look.plain), "a"), f"  {shown.value}")
-                strip.show([clip(line, strip.size.width)], shown.title)
-
-    def _rows(self, widget_id: str) -> Rows:
-        return self.query_one(f"#{widget_id}", Rows)
-
-    def _key_row(self, view: SessionView, width: int) -> tuple[tuple[str, str], ...]:
-        """The keys that matter most, as many as fit."""
-        names = self.pdq.options.keys
-
-        def key(*ids: str) -> str:
-            return "/".join(keys.shown(i, names) for i in ids)
-
-        stop = "Stop" if view.running or view.wants_loop else "Start"
-        screens = " ".join(f"{key(f'screen.{mode}')} {word}" for _, mode, word in keys.SCREENS)
-        changing = [
-            f"{key('live.run')} {stop}",
-            f"{key('live.arm_a', 'live.arm_b')} Arm",
-            f"{key('live.prefill', 'live.decode')} Stage",
-            f"{key('live.interleave')} ABBA",
-            f"{key('live.snapshot')} Snap",
-        ]
-        items = [
-            *([] if self.pdq.readonly else changing),
-            f"{key('app.help')} Help",
-            f"{key('app.export')} Export",
-            f"{key('live.zoom')} Zoom",
-            f"{key('live.freeze')} Pause",
-        ]
-        if width < 110:
-            screens = screens.replace("Compare", "Cmp").replace("Policies", "Pol")
-        if width < 80:
-            screens = " ".join(key(f"screen.{mode}") for _, mode, _ in keys.SCREENS) + " Screens"
-        text = f" {screens} {self.look.own('│')}"
-        for item in items:
-            if len(text) + 1 + len(item) <= width:
-                text += f" {item}"
-        return row(text)
 
     # -- keys --------------------------------------------------------------------------------------------------------------
 
@@ -437,8 +294,3 @@ class LiveScreen(Screen[None]):
 def opaque(screen: Screen[Any]) -> bool:
     """Whether nothing of what lies below ``screen`` is seen."""
     return screen.styles.background.a == 1
-
-
-def _panel(widget: Widget) -> Widget:
-    widget.add_class("panel")
-    return widget

@@ -8,7 +8,7 @@ from pdq_tui.core.stats import Ratio, Summary
 from pdq_tui.host.view import ArmView, SessionView
 from pdq_tui.tui.device_panel import device_rows, device_title
 from pdq_tui.tui.heading import Display, Look, header, policy_line, stage_word, wanted_policy
-from pdq_tui.tui.plot import Part, Row
+from pdq_tui.tui.lines import Part, Row
 from pdq_tui.tui.rows import cell, clip, row
 
 _WORD_ROLE = {"better": "good", "worse": "bad", "same": "", "unsure": "dim"}

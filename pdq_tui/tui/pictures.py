@@ -10,7 +10,7 @@ from pdq_tui.core.metrics import METRICS
 from pdq_tui.host.view import Point, SessionView
 from pdq_tui.tui.device_panel import engine_gpu
 from pdq_tui.tui.heading import Look
-from pdq_tui.tui.plot import Band, Curve, Level, Picture
+from pdq_tui.tui.plot_picture import Band, Curve, Level, Picture
 
 #: Metrics that m goes through in a chart, then the device's own series.
 METRIC_CHARTS: Final = (

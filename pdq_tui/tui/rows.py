@@ -13,8 +13,7 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
-from pdq_tui.tui.lines import fit
-from pdq_tui.tui.plot import Part, Row
+from pdq_tui.tui.lines import Part, Row, fit
 
 
 class Rows(Widget):

@@ -12,7 +12,10 @@ from textual.app import App, ComposeResult
 
 from pdq_tui.tui import theme
 from pdq_tui.tui.chart import Chart
-from pdq_tui.tui.plot import MARKERS, Band, Curve, Level, Picture, draw, number, spark, ticks
+from pdq_tui.tui.plot import draw, spark
+from pdq_tui.tui.plot_canvas import MARKERS
+from pdq_tui.tui.plot_picture import Band, Curve, Level, Picture
+from pdq_tui.tui.plot_scale import number, ticks
 
 NOW = 761.0
 A = Curve("A", wave(12.0, 0.4), "a")
