@@ -68,7 +68,7 @@ def lines(event: Any) -> list[Line]:
 
 
 def _arm_ready(event: ArmReady) -> list[Line]:
-    how = "resident" if event.resident else f"packed in {event.seconds:.1f} s"
+    how = "resident" if event.resident else f"in {event.seconds:.1f} s"
     found: list[Line] = [("info", f"arm {event.arm}: {event.policy.name} ready ({how})", None)]
     found += [("warn", f"arm {event.arm}: {text}", None) for text in event.warnings]
     for fallback in event.fallbacks:

@@ -217,6 +217,7 @@ class Session:
 
     def _request(self, r: p.Request) -> None:
         arm = self._arms.setdefault(r.arm, _Arm())
+        self._live = None  # it has ended; the next one says itself where it is
         tally = counts([r])
         arm.last = r
         current = arm.ready is None or arm.ready.policy.digest == r.policy_digest

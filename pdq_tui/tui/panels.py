@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdq_tui.core.metrics import METRICS
-from pdq_tui.core.policy import STAGES, Stage
+from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.stats import Ratio, Summary
 from pdq_tui.host.view import ArmView, SessionView
 from pdq_tui.tui.device_panel import device_rows, device_title
@@ -77,14 +77,23 @@ def stage_subtitle(view: SessionView, stage: Stage) -> str:
 
 def _policy_row(view: SessionView, stage: Stage, width: int, look: Look) -> Row:
     arm = view.arms.get(view.active)
-    policy = wanted_policy(arm)
-    name = stage_word(policy, stage) + ("*" if policy.name.endswith("*") else "") if policy else "-"
+    wanted = wanted_policy(arm)
+    # What is shown below is of the policy that runs; the one that was asked for comes with its first request.
+    running = arm.ready.policy if arm is not None and arm.ready is not None else wanted
     parts: list[Part] = [
         cell(" policy", 9, "head"),
         (f"{view.active} ", view.active.lower()),
-        cell(name, 10),
+        cell(_policy_name(running, stage), 10),
     ]
+    if wanted is not None and running is not None and wanted.digest != running.digest:
+        return clip([*parts, (look.own(f"→ {_policy_name(wanted, stage)} next"), "warn")], width)
     return clip([*parts, *_kernel_parts(arm, stage, look)], width)
+
+
+def _policy_name(policy: Policy | None, stage: Stage) -> str:
+    if policy is None:
+        return "-"
+    return stage_word(policy, stage) + ("*" if policy.name.endswith("*") else "")
 
 
 def _kernel_parts(arm: ArmView | None, stage: Stage, look: Look) -> list[Part]:

@@ -112,7 +112,7 @@ def _memory(
         empty="no memory reading yet", scale=1 / 2**30,
     )  # fmt: skip
     what = "device memory (NVML)" if on_gpu else "engine RSS, sampled"
-    filled = "weights # kv :" if look.plain else "weights ▓ kv ▒"
+    filled = "now: weights # kv :" if look.plain else "now: weights ▓ kv ▒"
     subtitle = f"{what} · {filled}" if bands else what
     return Titled(picture, "MEMORY GiB", subtitle, _newest(points, 1 / 2**30, "GiB"))
 
