@@ -358,7 +358,7 @@ def _with_source(load: Load, source: Path) -> Load:
 
 def known_ids() -> list[str]:
     """Ids of every key binding of the app and its screens: what ``[keys]`` may name."""
-    from pdq_tui.tui import ask, compare, export, lines, log, page, policies
+    from pdq_tui.tui import ask, compare, compare_detail, export, lines, log, page, policies
     from pdq_tui.tui import help as helping
 
     found = [*keys.ids(keys.APP), *keys.ids(keys.LIVE)]
@@ -367,7 +367,7 @@ def known_ids() -> list[str]:
         ask.Pick,
         ask.Write,
         compare.CompareScreen,
-        compare.RowDetail,
+        compare_detail.RowDetail,
         export.ExportDialog,
         helping.HelpScreen,
         lines.LineList,

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual import work
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
-from textual.containers import Vertical
-from textual.screen import ModalScreen
+from textual.binding import BindingType
 from textual.widgets import Static
 
-from pdq_tui.core.arms import timed
-from pdq_tui.core.metrics import METRICS
 from pdq_tui.errors import PdqError
 from pdq_tui.tui import compare_rows
-from pdq_tui.tui.ask import BOX
+from pdq_tui.tui.compare_detail import RowDetail
+from pdq_tui.tui.compare_picks import Picks
+from pdq_tui.tui.compare_spread import Samples, samples, spread_lines
 from pdq_tui.tui.copying import copy_text
 from pdq_tui.tui.export import ExportDialog
+from pdq_tui.tui.keys import bound
 from pdq_tui.tui.lines import Line, LineList, drawn, is_ascii, sentence, title
 from pdq_tui.tui.page import Page
 
@@ -43,58 +42,27 @@ class CompareScreen(Page):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "space",
-            "pick",
-            "Pick",
-            id="compare.pick",
-            tooltip="take this snapshot into the comparison or out",
+        bound("space", "pick", "Pick", "compare.pick", "take this snapshot into the comparison or out"),
+        bound("asterisk", "reference", "Reference", "compare.reference", "this snapshot is the reference"),
+        bound("enter", "detail", "Detail", "compare.detail", "formula, why, blocks and distribution"),
+        bound(
+            "left_square_bracket", "pair(-1)", "Prev pair", "compare.prev", "previous candidate", show=False
         ),
-        Binding(
-            "asterisk",
-            "reference",
-            "Reference",
-            id="compare.reference",
-            tooltip="this snapshot is the reference",
-        ),
-        Binding(
-            "enter", "detail", "Detail", id="compare.detail", tooltip="formula, why, blocks and distribution"
-        ),
-        Binding(
-            "left_square_bracket",
-            "pair(-1)",
-            "Prev pair",
-            id="compare.prev",
-            tooltip="previous candidate",
-            show=False,
-        ),
-        Binding("right_square_bracket", "pair(1)", "Next pair", id="compare.next", tooltip="next candidate"),
-        Binding(
-            "D", "differences", "Diff only", id="compare.diff", tooltip="only rows that are better or worse"
-        ),
-        Binding(
-            "H",
-            "hidden",
-            "Hidden",
-            id="compare.hidden",
-            tooltip="show or hide what the difference filter hides",
-        ),
-        Binding(
-            "y", "copy", "Copy row", id="compare.copy", tooltip="send this row to the terminal's clipboard"
-        ),
-        Binding("e", "export", "Export", id="compare.export", tooltip="write this comparison to files"),
+        bound("right_square_bracket", "pair(1)", "Next pair", "compare.next", "next candidate"),
+        bound("D", "differences", "Diff only", "compare.diff", "only rows that are better or worse"),
+        bound("H", "hidden", "Hidden", "compare.hidden", "show or hide what the difference filter hides"),
+        bound("y", "copy", "Copy row", "compare.copy", "send this row to the terminal's clipboard"),
+        bound("e", "export", "Export", "compare.export", "write this comparison to files"),
     ]
 
     def __init__(self, picked: Sequence[str] = ()) -> None:
         """``picked``: snapshot ids to begin with, the reference first; by default the last of each arm of this run."""
         super().__init__()
-        self.picked: list[str] = list(picked)
-        self.listed: list[Listed] = []
+        self.picks = Picks(picked)
         self.comparison: Comparison | None = None
         self.sources: dict[str, Snapshot] = {}
         self.pair = 0
         self.differences = self.show_hidden = False
-        self._touched = bool(picked)
         self._turn = 0
         self._known: tuple[str, ...] = ()
         self._filter_rows = False
@@ -141,7 +109,7 @@ class CompareScreen(Page):
         folders = dict.fromkeys([Path(getattr(self.app, "runs_dir"))])  # noqa: B009 - see _session
         if self.run_dir.is_absolute():  # a run started with --dir lies elsewhere
             folders[self.run_dir.parent] = None
-        if not self.listed:
+        if not self.picks.listed:
             self.say("reading the snapshots …")
         self._read_list(list(folders), view.run_id)
 
@@ -157,35 +125,27 @@ class CompareScreen(Page):
         self.app.call_from_thread(self._listed, list(found.values()), run_id)
 
     def _listed(self, listed: list[Listed], run_id: str) -> None:
-        changed = listed != self.listed
-        self.listed = listed
-        readable = {s.id for s in listed if s.error is None}
-        picked = [name for name in self.picked if name in readable]
-        if not self._touched:
-            picked = last_of_each_arm(listed, run_id)
-        if picked != self.picked or (changed and self.comparison is None):
-            self.picked = picked
+        changed, repicked = self.picks.relist(listed, run_id)
+        if repicked or (changed and self.comparison is None):
             self._compare()
         self._show()
         if not listed:
             self.say("no snapshot yet: s on the live screen takes one of the active arm")
-        elif self.comparison is None and len(self.picked) < 2:
+        elif self.comparison is None and len(self.picks.picked) < 2:
             self.say("space picks two or more, * sets the reference")
 
     def action_pick(self) -> None:
         name = self._snapshot_key()
         if name is None:
             return
-        self._touched = True
-        self.picked = [p for p in self.picked if p != name] if name in self.picked else [*self.picked, name]
+        self.picks.toggle(name)
         self._compare()
 
     def action_reference(self) -> None:
         name = self._snapshot_key() or self._candidate_id()
         if name is None:
             return
-        self._touched = True
-        self.picked = [name, *(p for p in self.picked if p != name)]
+        self.picks.lead(name)
         self.pair = 0
         self._compare()
 
@@ -202,10 +162,9 @@ class CompareScreen(Page):
     def _compare(self) -> None:
         self._turn += 1
         self.comparison = None
-        if len(self.picked) >= 2:
-            paths = {s.id: Path(s.path) for s in self.listed}
+        if len(self.picks.picked) >= 2:
             self.say("comparing …")
-            self._read_pair([paths[p] for p in self.picked], self._turn)
+            self._read_pair([Path(path) for path in self.picks.paths], self._turn)
         else:
             self.say("space picks two or more, * sets the reference")
         self._show()
@@ -246,14 +205,16 @@ class CompareScreen(Page):
     def _show(self) -> None:
         picker = self.query_one("#snapshots", LineList)
         wanted = "" if self._filter_rows else self.wanted
-        listed = [s for s in self.listed if wanted in f"{s.id} {s.arm} {s.policy} {s.model} {s.note}".lower()]
         lines = compare_rows.snapshot_lines(
-            listed, self.picked, self._session().view(1.0).run_id, picker.size.width - 3
+            self.picks.matching(wanted),
+            self.picks.picked,
+            self._session().view(1.0).run_id,
+            picker.size.width - 3,
         )
         # no taller than its lines: the table below has more to show
         picker.styles.height = max(4, min(len(lines) + 2, self.size.height * 3 // 10, 10))
         self._set(picker, lines or [Line.of("no snapshot matches" if wanted else "no snapshot yet", "dim")])
-        picker.border_subtitle = f"{len(self.picked)} picked of {len(self.listed)}"
+        picker.border_subtitle = f"{len(self.picks.picked)} picked of {len(self.picks.listed)}"
         self._show_rows()
 
     def _set(self, box: LineList, lines: Sequence[Line]) -> None:
@@ -303,36 +264,17 @@ class CompareScreen(Page):
         """Id of the metric that help is to explain: the row under the cursor."""
         return None if self.row is None else self.row.metric
 
-    def samples(self, row: Row) -> tuple[Sequence[float], Sequence[float]] | None:
-        """The values of both sides, one a counted request; None for what is not measured a request."""
-        metric = METRICS.get(row.metric)
-        if metric is None or self.comparison is None or row.method == "exact":
-            return None
-        values = []
-        for name in (self.comparison.reference.id, row.candidate):
-            s = self.sources[name]
-            found = (metric.of(r, s.device, s.model) for r in timed(s.requests))
-            values.append([v for v in found if v is not None])
-        return values[0], values[1]
+    def _samples(self, row: Row) -> Samples | None:
+        return None if self.comparison is None else samples(self.comparison, self.sources, row)
 
     def _show_spread(self) -> None:
         box, row = self.query_one("#spread", LineList), self.row
         if row is None or self.comparison is None or not self.has_class("-tall"):
             box.set_lines([])
             return
-        width = max(30, box.size.width - 2)
-        samples = self.samples(row)
         names = (self.comparison.reference.label, self.comparison.candidates[self.pair].label)
-        lines = compare_rows.histogram_lines(row.metric, samples, names, width) if samples else []
-        about = compare_rows.about(row.metric)
         box.border_title = title(drawn(self.app, row.name))
-        self._set(
-            box,
-            [
-                Line.of(about.why, "dim"),
-                *(lines or [Line.of(f"{row.method}: one number, no distribution", "dim")]),
-            ],
-        )
+        self._set(box, spread_lines(row, self._samples(row), names, max(30, box.size.width - 2)))
 
     def on_line_list_moved(self, event: LineList.Moved) -> None:
         if event.lines.id == "rows":
@@ -383,7 +325,7 @@ class CompareScreen(Page):
             return
         row = self.row
         if row is not None and self.comparison is not None:
-            self.app.push_screen(RowDetail(self.comparison, row, self.samples(row)))
+            self.app.push_screen(RowDetail(self.comparison, row, self._samples(row)))
 
     def on_line_list_chosen(self, event: LineList.Chosen) -> None:
         if event.lines.id == "snapshots":
@@ -405,44 +347,3 @@ class CompareScreen(Page):
             return
         names = " against ".join(side.label for side in (found.reference, *found.candidates))
         self.app.push_screen(ExportDialog(lambda: found, f"the comparison {names}"))
-
-
-def last_of_each_arm(listed: Sequence[Listed], run_id: str) -> list[str]:
-    """The run's newest readable snapshot of every arm, B (the reference of the app) first."""
-    mine = sorted((s for s in listed if s.run == run_id and s.error is None), key=lambda s: (s.created, s.id))
-    newest = {s.arm: s.id for s in mine}
-    return [newest[arm] for arm in sorted(newest, key=lambda arm: (arm != "B", arm))]
-
-
-class RowDetail(ModalScreen[None]):
-    """All that is known about one row."""
-
-    DEFAULT_CSS = "RowDetail {" + BOX + " & LineList { max-height: 100%; } }"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,enter,q", "dismiss(None)", "Close", id="detail.close", tooltip="back to the table"),
-    ]
-
-    def __init__(
-        self, comparison: Comparison, row: Row, samples: tuple[Sequence[float], Sequence[float]] | None
-    ) -> None:
-        super().__init__()
-        self.comparison, self.row, self.samples = comparison, row, samples
-
-    def compose(self) -> ComposeResult:
-        with Vertical(id="box") as box:
-            box.border_subtitle = "esc closes"
-            yield LineList(id="detail", cursor=False)
-
-    def on_mount(self) -> None:
-        self.set_class(is_ascii(self.app), "-ascii")
-        self.query_one(LineList).focus()
-
-    def on_resize(self) -> None:
-        self.call_after_refresh(self._fill)
-
-    def _fill(self) -> None:
-        box = self.query_one(LineList)
-        width = max(24, min(72, self.app.size.width - 6))
-        lines = compare_rows.detail_lines(self.comparison, self.row, self.samples, width)
-        box.styles.height = len(lines)
-        box.set_lines([Line(tuple((drawn(self.app, t), r) for t, r in line.parts)) for line in lines])

@@ -1,4 +1,4 @@
-"""A comparison as lines: the snapshots to choose from, the setup check, the rows, the detail of one row.
+"""A comparison as lines: the snapshots to choose from, the setup check, the rows.
 
 Pure functions over what the store says; every glyph is the caller's to translate for ASCII.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pdq_tui.core.metrics import METRICS
 from pdq_tui.core.stats import Summary
 from pdq_tui.store.figures import FIGURES
-from pdq_tui.tui.lines import Line, Part, fit, literal, to_ascii, wrapped
+from pdq_tui.tui.lines import Line, Part, fit, literal, to_ascii
 
 if TYPE_CHECKING:  # their modules import polars, which the first screen must not wait for
     from pdq_tui.store.compare import Comparison, Row
@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # their modules import polars, which the first screen must no
     from pdq_tui.store.setup import SetupCheck
 
 _ROLES = {"better": "good", "worse": "bad", "same": "", "unsure": "dim", "": "dim"}
-_BARS = " ▁▂▃▄▅▆▇█"
 
 
 def snapshot_lines(listed: Sequence[Listed], picked: Sequence[str], run_id: str, width: int) -> list[Line]:
@@ -137,10 +136,10 @@ def value_text(metric: str, summary: Summary) -> str:
 
 
 def delta_text(row: Row) -> str:
-    return "-" if row.delta is None else _signed(row.metric, row.delta)
+    return "-" if row.delta is None else signed(row.metric, row.delta)
 
 
-def _signed(metric: str, value: float) -> str:
+def signed(metric: str, value: float) -> str:
     return ("+" if value > 0 else "") + str(about(metric).format(value))
 
 
@@ -233,71 +232,3 @@ def row_text(comparison: Comparison, row: Row) -> str:
         f"{value_text(row.metric, row.reference)}, {side.label} ({side.id}) {value_text(row.metric, row.value)}, "
         f"difference {delta_text(row)} = {percent_text(row)} %, 95 % interval {interval_text(row)}, {word}{reason}"
     )
-
-
-def detail_lines(
-    comparison: Comparison, row: Row, samples: tuple[Sequence[float], Sequence[float]] | None, width: int
-) -> list[Line]:
-    """Everything about one row: what it is, how it was judged, how its values are spread."""
-    entry = about(row.metric)
-    side = next(c for c in comparison.candidates if c.id == row.candidate)
-    better = {"lower": "lower is better", "higher": "higher is better"}.get(
-        row.better or "", "no direction is better"
-    )
-    lines = [
-        Line.of(
-            f"{row.name}  {entry.shown_unit or 'bytes' if entry.unit == 'B' else entry.shown_unit}  {better}",
-            "head",
-        )
-    ]
-    facts = [("is", entry.formula), ("why", entry.why)]
-    judged = word_text(row) or "no judgement: neither direction is good by itself"
-    how = f"{judged}; {row.method}" + (f", {row.blocks} blocks" if row.blocks else "")
-    facts.append(("judged", how + (f": {row.reason}" if row.reason else "")))
-    if row.delta is not None and row.delta_ci95 is not None:
-        low, high = (_signed(row.metric, bound) for bound in row.delta_ci95)
-        base = "geometric mean over the blocks" if row.blocks else "median of the blocks"
-        text = f"{delta_text(row)} [{low}, {high}] {entry.shown_unit}: the reference's {base} × (ratio − 1)"
-        facts.append(("Δ", text))
-    for label, name, summary in (
-        ("★", comparison.reference.label, row.reference),
-        ("", side.label, row.value),
-    ):
-        reason = f": {summary.reason}" if summary.reason else ""
-        facts.append(
-            (label or "against", f"{name}  {value_text(row.metric, summary)}  n={summary.n}{reason}")
-        )
-    for label, text in facts:
-        first, *more = wrapped(literal(text), width - 9)
-        lines.append(Line(((f"{label:<8} ", "mark"), (first, ""))))
-        lines += [Line.of(" " * 9 + part) for part in more]
-    if samples is not None:
-        lines += histogram_lines(row.metric, samples, (comparison.reference.label, side.label), width)
-    return lines
-
-
-def histogram_lines(
-    metric: str, samples: tuple[Sequence[float], Sequence[float]], names: tuple[str, str], width: int
-) -> list[Line]:
-    """Both sides' values over one axis, the reference (★) above. Empty or equal values are fine."""
-    both = [*samples[0], *samples[1]]
-    if not both:
-        return []
-    entry = about(metric)
-    low, high = min(both), max(both)
-    label = 14
-    bins = max(1, min(width - label - 8, 80))
-    lines = [Line.of(f"{'distribution':<{label}} {entry.shown_unit or 'bytes'}, one value a request", "dim")]
-    for name, values in zip((f"★ {names[0]}", f"  {names[1]}"), samples, strict=True):
-        counts = [0] * bins
-        for value in values:
-            place = (value - low) / (high - low) if high > low else 0.0
-            counts[min(bins - 1, int(place * bins))] += 1
-        top = max(counts)
-        bars = "".join(_BARS[0 if not c else 1 + round((len(_BARS) - 2) * c / top)] for c in counts)
-        lines.append(
-            Line(((fit(literal(name), label) + " ", "mark"), (bars, ""), (f" n={len(values)}", "dim")))
-        )
-    left, right = str(entry.format(low)), str(entry.format(high))
-    axis = left + right.rjust(max(1, bins - len(left))) if high > low else left
-    return [*lines, Line.of(" " * (label + 1) + axis, "dim")]

@@ -15,8 +15,11 @@ from textual.binding import Binding, BindingType
 from pdq_tui.errors import UsageError
 
 
-def _key(keys: str, action: str, word: str, id_: str, tooltip: str, *, priority: bool = False) -> Binding:
-    return Binding(keys, action, word, id=id_, tooltip=tooltip, priority=priority)
+def bound(
+    keys: str, action: str, word: str, id_: str, tooltip: str, *, priority: bool = False, show: bool = True
+) -> Binding:
+    """``keys`` (comma between) do ``action``. ``word``: in the key line, where ``show``; ``tooltip``: in the help."""
+    return Binding(keys, action, word, id=id_, tooltip=tooltip, priority=priority, show=show)
 
 
 #: Screens in the order of their digits; 4 and 5 are kept for screens to come.
@@ -29,31 +32,31 @@ SCREENS: Final = (
 
 APP: Final[tuple[Binding, ...]] = (
     *(
-        _key(digit, f"go('{mode}')", word, f"screen.{mode}", f"the {word} screen")
+        bound(digit, f"go('{mode}')", word, f"screen.{mode}", f"the {word} screen")
         for digit, mode, word in SCREENS
     ),
-    _key(
+    bound(
         "question_mark,f1",
         "help",
         "Help",
         "app.help",
         "keys of this screen and the formula of the focused panel",
     ),
-    _key("colon,ctrl+p", "command_palette", "Palette", "app.palette", "find a command by its name"),
-    _key("e", "export", "Export", "app.export", "write what was measured as md, json, csv or parquet"),
-    _key("y", "copy", "Copy", "app.copy", "copy this screen's figures (OSC 52) and save them as a file"),
-    _key("T", "next_theme", "Theme", "app.theme", "next colour theme"),
-    _key("f12", "picture", "Picture", "app.screenshot", "SVG picture of the screen into the run's folder"),
-    _key(
+    bound("colon,ctrl+p", "command_palette", "Palette", "app.palette", "find a command by its name"),
+    bound("e", "export", "Export", "app.export", "write what was measured as md, json, csv or parquet"),
+    bound("y", "copy", "Copy", "app.copy", "copy this screen's figures (OSC 52) and save them as a file"),
+    bound("T", "next_theme", "Theme", "app.theme", "next colour theme"),
+    bound("f12", "picture", "Picture", "app.screenshot", "SVG picture of the screen into the run's folder"),
+    bound(
         "ctrl+z",
         "suspend_process",
         "Suspend",
         "app.suspend",
         "back to the shell, fg returns; the engine goes on meanwhile",
     ),
-    _key("q", "leave", "Quit", "app.quit", "quit; asks only while a run is live"),
-    _key("ctrl+q", "leave", "Quit", "app.quit_any", "quit from anywhere", priority=True),
-    _key(
+    bound("q", "leave", "Quit", "app.quit", "quit; asks only while a run is live"),
+    bound("ctrl+q", "leave", "Quit", "app.quit_any", "quit from anywhere", priority=True),
+    bound(
         "ctrl+c",
         "interrupt",
         "Stop",
@@ -64,39 +67,39 @@ APP: Final[tuple[Binding, ...]] = (
 )
 
 LIVE: Final[tuple[Binding, ...]] = (
-    _key("r", "run", "Run/Stop", "live.run", "start or stop the workload"),
-    _key(
+    bound("r", "run", "Run/Stop", "live.run", "start or stop the workload"),
+    bound(
         "R",
         "restart",
         "Restart",
         "live.restart",
         "replace the engine process; everything wanted is sent again",
     ),
-    _key("a", "arm('A')", "Arm A", "live.arm_a", "next requests use arm A"),
-    _key("b", "arm('B')", "Arm B", "live.arm_b", "next requests use arm B, the reference"),
-    _key(
+    bound("a", "arm('A')", "Arm A", "live.arm_a", "next requests use arm A"),
+    bound("b", "arm('B')", "Arm B", "live.arm_b", "next requests use arm B, the reference"),
+    bound(
         "x",
         "interleave",
         "ABBA",
         "live.interleave",
         "alternate both arms in ABBA blocks: what a comparison rests on",
     ),
-    _key("p", "stage('prefill')", "Prefill", "live.prefill", "what the active arm does in prefill"),
-    _key("d", "stage('decode')", "Decode", "live.decode", "what the active arm does in decode"),
-    _key("v", "kv", "KV", "live.kv", "what the active arm does with the KV cache"),
-    _key("s", "snapshot", "Snap", "live.snapshot", "save what the active arm has measured"),
-    _key("S", "snapshot_note", "Snap+note", "live.snapshot_note", "snapshot with a note"),
-    _key("space", "freeze", "Pause", "live.freeze", "freeze the display only; recording goes on"),
-    _key("m", "metric(1)", "Metric", "live.metric_next", "next metric in this chart"),
-    _key("M", "metric(-1)", "Metric back", "live.metric_previous", "previous metric in this chart"),
-    _key("w", "window", "Window", "live.window", "charts over 30 s, 2 min, everything"),
-    _key("z", "zoom", "Zoom", "live.zoom", "this panel alone, and back"),
-    _key("c", "clear_marks", "Clear marks", "live.clear_marks", "clear the marks on the time axis"),
-    _key(
+    bound("p", "stage('prefill')", "Prefill", "live.prefill", "what the active arm does in prefill"),
+    bound("d", "stage('decode')", "Decode", "live.decode", "what the active arm does in decode"),
+    bound("v", "kv", "KV", "live.kv", "what the active arm does with the KV cache"),
+    bound("s", "snapshot", "Snap", "live.snapshot", "save what the active arm has measured"),
+    bound("S", "snapshot_note", "Snap+note", "live.snapshot_note", "snapshot with a note"),
+    bound("space", "freeze", "Pause", "live.freeze", "freeze the display only; recording goes on"),
+    bound("m", "metric(1)", "Metric", "live.metric_next", "next metric in this chart"),
+    bound("M", "metric(-1)", "Metric back", "live.metric_previous", "previous metric in this chart"),
+    bound("w", "window", "Window", "live.window", "charts over 30 s, 2 min, everything"),
+    bound("z", "zoom", "Zoom", "live.zoom", "this panel alone, and back"),
+    bound("c", "clear_marks", "Clear marks", "live.clear_marks", "clear the marks on the time axis"),
+    bound(
         "escape", "escape", "Back", "live.back", "cancel loading or packing; end zoom or pause; never quits"
     ),
-    _key("j,down,right", "focus_panel(1)", "Next panel", "live.next_panel", "next panel"),
-    _key("k,up,left", "focus_panel(-1)", "Last panel", "live.previous_panel", "panel before"),
+    bound("j,down,right", "focus_panel(1)", "Next panel", "live.next_panel", "next panel"),
+    bound("k,up,left", "focus_panel(-1)", "Last panel", "live.previous_panel", "panel before"),
 )
 
 #: Actions of all screens that change what runs or write files of their own accord; off with --readonly. Left are those

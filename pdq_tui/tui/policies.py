@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 from textual import work
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
 
 from pdq_tui import locations
@@ -20,6 +20,7 @@ from pdq_tui.store.atomic import write_file
 from pdq_tui.tui import policy_edit, policy_lines
 from pdq_tui.tui.ask import Ask
 from pdq_tui.tui.coverage import coverage_lines
+from pdq_tui.tui.keys import bound
 from pdq_tui.tui.lines import Line, LineList, drawn, is_readonly, literal, sentence
 from pdq_tui.tui.page import Page
 from pdq_tui.tui.policy_drafts import Drafts
@@ -52,38 +53,16 @@ class PoliciesScreen(Page):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "a",
-            "apply('A')",
-            "Apply to A",
-            id="policies.apply_a",
-            tooltip="the next requests of arm A use it",
-        ),
-        Binding(
-            "b",
-            "apply('B')",
-            "Apply to B",
-            id="policies.apply_b",
-            tooltip="the next requests of arm B use it",
-        ),
-        Binding(
-            "enter", "change", "Change", id="policies.change", tooltip="choose or type the value of this row"
-        ),
-        Binding(
-            "l,right", "step(1)", "Next value", id="policies.next", tooltip="next legal value", show=False
-        ),
-        Binding("h,left", "step(-1)", "Prev", id="policies.prev", tooltip="previous legal value", show=False),
-        Binding("n", "new", "New", id="policies.new", tooltip="a new policy: bf16 in both stages"),
-        Binding("c", "clone", "Clone", id="policies.clone", tooltip="a copy under another name"),
-        Binding("w", "write", "Write", id="policies.write", tooltip="write it to your policy folder"),
-        Binding("u", "undo", "Undo", id="policies.undo", tooltip="take the last change back"),
-        Binding(
-            "delete",
-            "delete",
-            "Delete",
-            id="policies.delete",
-            tooltip="delete your own file, after a question",
-        ),
+        bound("a", "apply('A')", "Apply to A", "policies.apply_a", "the next requests of arm A use it"),
+        bound("b", "apply('B')", "Apply to B", "policies.apply_b", "the next requests of arm B use it"),
+        bound("enter", "change", "Change", "policies.change", "choose or type the value of this row"),
+        bound("l,right", "step(1)", "Next value", "policies.next", "next legal value", show=False),
+        bound("h,left", "step(-1)", "Prev", "policies.prev", "previous legal value", show=False),
+        bound("n", "new", "New", "policies.new", "a new policy: bf16 in both stages"),
+        bound("c", "clone", "Clone", "policies.clone", "a copy under another name"),
+        bound("w", "write", "Write", "policies.write", "write it to your policy folder"),
+        bound("u", "undo", "Undo", "policies.undo", "take the last change back"),
+        bound("delete", "delete", "Delete", "policies.delete", "delete your own file, after a question"),
     ]
 
     def __init__(self, user_dir: Path | None = None) -> None:

@@ -11,7 +11,8 @@ from made_snapshots import RUN, events, save_all
 from small_app import NASTY, SmallApp, at_every_size, settle, text_of
 from textual.pilot import Pilot
 
-from pdq_tui.tui.compare import CompareScreen, RowDetail
+from pdq_tui.tui.compare import CompareScreen
+from pdq_tui.tui.compare_detail import RowDetail
 from pdq_tui.tui.export import ExportDialog
 from pdq_tui.tui.lines import LineList
 
@@ -50,7 +51,7 @@ async def in_table(app: SmallApp, pilot: Pilot[None]) -> CompareScreen:
 async def test_the_last_of_each_arm_is_compared_at_once_reference_first(app: SmallApp) -> None:
     async with app.run_test(size=(120, 50)) as pilot:
         screen = await in_table(app, pilot)
-        assert screen.picked == [f"{RUN}/001", f"{RUN}/002"]
+        assert screen.picks.picked == [f"{RUN}/001", f"{RUN}/002"]
         assert screen.comparison is not None and screen.comparison.reference.policy == "bf16"
         shown = text_of(app)
         for part in (
@@ -86,11 +87,11 @@ async def test_space_and_star_pick_and_set_the_reference(app: SmallApp) -> None:
         picker.move_to(f"{RUN}/002")
         await pilot.press("asterisk")
         await settle(pilot)
-        assert screen.picked == [f"{RUN}/002", f"{RUN}/001"]
+        assert screen.picks.picked == [f"{RUN}/002", f"{RUN}/001"]
         assert screen.comparison is not None and screen.comparison.reference.id == f"{RUN}/002"
         await pilot.press("space")
         await settle(pilot)
-        assert screen.picked == [f"{RUN}/001"] and screen.comparison is None
+        assert screen.picks.picked == [f"{RUN}/001"] and screen.comparison is None
         assert "space picks two or more" in screen.said
         await pilot.press("enter")  # without a comparison enter picks
         await settle(pilot)
@@ -232,7 +233,7 @@ async def test_S01_text_from_snapshots_is_literal(text: str, tmp_path: Path) -> 
     app = SmallApp(CompareScreen, tmp_path)
     async with app.run_test(size=(120, 50)) as pilot:
         screen = await in_table(app, pilot)
-        assert screen.picked == ids and screen.comparison is not None
+        assert screen.picks.picked == ids and screen.comparison is not None
         shown = text_of(app)
         assert "\x1b" not in shown
         if text.isascii() and text.isprintable():
