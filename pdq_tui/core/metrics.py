@@ -14,7 +14,8 @@ import msgspec
 from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
 
 MISSING: Final = "n/a"
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+#: Bytes in each unit that ``format_bytes`` writes.
+BYTE_UNITS: Final = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 Of = Callable[[Request, DeviceInfo | None, ModelInfo | None], float | None]
 
@@ -40,6 +41,11 @@ class Quantity(msgspec.Struct, frozen=True, kw_only=True):
     def shown_unit(self) -> str:
         """The unit as printed beside ``format``'s number; bytes carry theirs in the number."""
         return {"1": "%", "B": ""}.get(self.unit, self.unit)
+
+    @property
+    def direction(self) -> str:
+        """``better`` in words."""
+        return f"{self.better} is better" if self.better else "neither direction is better by itself"
 
     def format(self, value: float | None) -> str:
         """The number as people read it, without the unit (bytes with it: "4.1 GiB"); "n/a" for None."""
@@ -88,12 +94,11 @@ def _number(value: float) -> str:
 
 def format_bytes(value: float) -> str:
     """Binary multiples, signed: 4402341478 → "4.1 GiB"."""
-    size, unit = abs(value), 0
-    while size >= 1023.95 and unit < len(_UNITS) - 1:
-        size /= 1024
-        unit += 1
-    sign = "-" if value < 0 else ""
-    return f"{sign}{size:.0f} B" if unit == 0 else f"{sign}{size:.1f} {_UNITS[unit]}"
+    size, sign = abs(value), "-" if value < 0 else ""
+    if size < 1023.95:
+        return f"{sign}{size:.0f} B"
+    unit = next((u for u, factor in BYTE_UNITS.items() if size / factor < 1023.95), "TiB")
+    return f"{sign}{size / BYTE_UNITS[unit]:.1f} {unit}"
 
 
 def _over(a: float | None, b: float | None) -> float | None:

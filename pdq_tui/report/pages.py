@@ -10,6 +10,9 @@ from pdq_tui.core.metrics import METRICS, MISSING, format_bytes
 from pdq_tui.core.stats import UNSURE, Summary
 from pdq_tui.report.cells import (
     ARROWS,
+    DELTA,
+    INTERVAL,
+    PERCENT,
     about,
     delta_interval_text,
     delta_text,
@@ -27,7 +30,6 @@ from pdq_tui.store.setup import BY_POLICY, DIFFERS, OK, SPEED, UNKNOWN, SetupChe
 Json = Mapping[str, Any]
 
 HOLDS: Final = "Holds for this device, this engine and version, these kernels."
-DELTA: Final = "Δ by ratio"
 #: What a speed row's absolute difference is, by the method of its ratio.
 DELTA_OF: Final = {
     PAIRED: "Δ is ★'s geometric mean over the blocks × (ratio − 1), the estimate of Δ %, not the medians' difference",
@@ -85,8 +87,8 @@ def _pair(c: Comparison, side: Side, diff_only: bool) -> Table:
             side.label,
             DELTA,
             "95 % CI of Δ",
-            "Δ %",
-            "95 % CI of Δ %",
+            PERCENT,
+            INTERVAL,
             "judgement",
         ],
         rows=[],

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from pdq_tui.core.comparable import STAGES
 from pdq_tui.core.document import ALONE
-from pdq_tui.store.snapshot import Snapshot
+
+if TYPE_CHECKING:  # polars comes with it
+    from pdq_tui.store.snapshot import Snapshot
 
 OK: Final = "ok"
 DIFFERS: Final = "differs"

@@ -9,8 +9,8 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen
 
+from pdq_tui.report.cells import about, delta_interval_text, delta_text, judgement_text, value_text
 from pdq_tui.tui.ask import BOX
-from pdq_tui.tui.compare_rows import about, delta_text, signed, value_text, word_text
 from pdq_tui.tui.compare_spread import Samples, histogram_lines
 from pdq_tui.tui.lines import Line, LineList, drawn, is_ascii, literal, wrapped
 
@@ -54,23 +54,15 @@ def detail_lines(comparison: Comparison, row: Row, sides: Samples | None, width:
     """Everything about one row: what it is, how it was judged, how its values are spread."""
     entry = about(row.metric)
     side = next(c for c in comparison.candidates if c.id == row.candidate)
-    better = {"lower": "lower is better", "higher": "higher is better"}.get(
-        row.better or "", "no direction is better"
-    )
-    lines = [
-        Line.of(
-            f"{row.name}  {entry.shown_unit or 'bytes' if entry.unit == 'B' else entry.shown_unit}  {better}",
-            "head",
-        )
-    ]
+    unit = "bytes" if entry.unit == "B" else entry.shown_unit
+    lines = [Line.of(f"{row.name}  {unit}  {entry.direction}", "head")]
     facts = [("is", entry.formula), ("why", entry.why)]
-    judged = word_text(row) or "no judgement: neither direction is good by itself"
+    judged = judgement_text(row) if row.judgement else "not judged: it follows from the speed rows"
     how = f"{judged}; {row.method}" + (f", {row.blocks} blocks" if row.blocks else "")
     facts.append(("judged", how + (f": {row.reason}" if row.reason else "")))
     if row.delta is not None and row.delta_ci95 is not None:
-        low, high = (signed(row.metric, bound) for bound in row.delta_ci95)
         base = "geometric mean over the blocks" if row.blocks else "median of the blocks"
-        text = f"{delta_text(row)} [{low}, {high}] {entry.shown_unit}: the reference's {base} × (ratio − 1)"
+        text = f"{delta_text(row)} {delta_interval_text(row)} {entry.shown_unit}: the reference's {base} × (ratio − 1)"
         facts.append(("Δ", text))
     for label, name, summary in (
         ("★", comparison.reference.label, row.reference),

@@ -1,17 +1,26 @@
 """A comparison as lines: the snapshots to choose from, the setup check, the rows.
 
-Pure functions over what the store says; every glyph is the caller's to translate for ASCII.
+Pure functions over what the store says, in the reports' words; every glyph is the caller's to translate for ASCII.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pdq_tui.core.metrics import METRICS
-from pdq_tui.core.stats import Summary
-from pdq_tui.store.figures import FIGURES
+from pdq_tui.report.cells import (
+    DELTA,
+    INTERVAL,
+    PERCENT,
+    about,
+    delta_text,
+    interval_text,
+    judgement_text,
+    percent_number,
+    percent_text,
+    value_text,
+)
 from pdq_tui.tui.lines import Line, Part, fit, literal, to_ascii
 
 if TYPE_CHECKING:  # their modules import polars, which the first screen must not wait for
@@ -114,54 +123,6 @@ class Columns:
         return Line(tuple(parts), key)
 
 
-def about(metric: str) -> Any:
-    """The registry's entry of a row: a Metric or a Figure, both with format, shown_unit, formula and why."""
-    return METRICS.get(metric) or FIGURES[metric]
-
-
-def value_text(metric: str, summary: Summary) -> str:
-    """The median with half its interval: "129.7 ±1.4"; "n/a" where nothing was measured."""
-    entry = about(metric)
-    if summary.median is None:
-        return "n/a"
-    text = str(entry.format(summary.median))
-    if summary.ci95 is None or entry.unit == "B":
-        return text
-    half = (summary.ci95[1] - summary.ci95[0]) / 2
-    if not text[-1].isdigit():  # 48.7k: the interval has its own suffix
-        return f"{text} ±{entry.format(half)}"
-    half = half * 100 if entry.unit == "1" else half
-    rounded = f"{half:.{len(text.partition('.')[2])}f}"
-    return f"{text} ±{rounded if float(rounded) or not half else f'{half:.1g}'}"
-
-
-def delta_text(row: Row) -> str:
-    return "-" if row.delta is None else signed(row.metric, row.delta)
-
-
-def signed(metric: str, value: float) -> str:
-    return ("+" if value > 0 else "") + str(about(metric).format(value))
-
-
-def percent_text(row: Row) -> str:
-    return "-" if row.percent is None else f"{row.percent:+.1f}"
-
-
-def interval_text(row: Row) -> str:
-    if row.ci95 is None:
-        return row.method if row.group != "speed" and row.delta is not None else "-"
-    return f"[{row.ci95[0]:+.1f}, {row.ci95[1]:+.1f}]"
-
-
-def word_text(row: Row) -> str:
-    """Direction as an arrow, judgement as a word, ⚑ where a condition differs: never one of them alone."""
-    flag = " ⚑" if row.flagged else ""
-    if row.judgement in ("better", "worse"):
-        up = (row.percent if row.percent is not None else row.delta or 0.0) > 0
-        return f"{'▲' if up else '▼'} {row.judgement}{flag}"
-    return {"same": "= same", "unsure": "? unsure"}.get(row.judgement, "") + flag
-
-
 def table_lines(
     comparison: Comparison,
     candidate: str,
@@ -180,9 +141,9 @@ def table_lines(
         "",
         f"★ {literal(comparison.reference.label)}",
         literal(side.label),
-        "Δ by ratio",
-        "Δ %",
-        "95 % CI of Δ %",
+        DELTA,
+        PERCENT,
+        INTERVAL,
         "judgement",
     )
     lines = [columns.line(head, dict.fromkeys(range(8), "head"))]
@@ -208,15 +169,16 @@ def table_lines(
 def _row_line(columns: Columns, row: Row) -> Line:
     entry = about(row.metric)
     name = row.name if columns.name >= 20 else row.short
+    room = columns.value - columns.plain  # ± is two characters there
     cells = (
         name,
         entry.shown_unit,
-        value_text(row.metric, row.reference),
-        value_text(row.metric, row.value),
+        value_text(row.metric, row.reference, room),
+        value_text(row.metric, row.value, room),
         delta_text(row),
-        percent_text(row),
+        percent_number(row.percent),
         interval_text(row),
-        word_text(row),
+        judgement_text(row),
     )
     return columns.line(cells, {1: "dim", 7: _ROLES.get(row.judgement, "")}, row.metric)
 
@@ -230,5 +192,5 @@ def row_text(comparison: Comparison, row: Row) -> str:
     return (
         f"{row.name}{f' [{unit}]' if unit else ''}: reference {comparison.reference.label} ({comparison.reference.id}) "
         f"{value_text(row.metric, row.reference)}, {side.label} ({side.id}) {value_text(row.metric, row.value)}, "
-        f"difference {delta_text(row)} = {percent_text(row)} %, 95 % interval {interval_text(row)}, {word}{reason}"
+        f"difference {delta_text(row)} = {percent_text(row.percent)}, 95 % interval {interval_text(row)}, {word}{reason}"
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdq_tui.core.arms import timed
 from pdq_tui.core.metrics import METRICS
-from pdq_tui.tui.compare_rows import about
+from pdq_tui.report.cells import about
 from pdq_tui.tui.lines import Line, fit, literal
 
 if TYPE_CHECKING:  # polars comes with these

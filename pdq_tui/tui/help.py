@@ -101,12 +101,9 @@ class HelpScreen(ModalScreen[None]):
 
 def metric_lines(metric: Metric, width: int) -> list[Line]:
     """Name, unit, formula and why of one metric, wrapped to ``width``."""
-    better = {"lower": "lower is better", "higher": "higher is better"}.get(
-        metric.better or "", "neither direction is better by itself"
-    )
     unit = metric.shown_unit or "bytes"
     lines = [Line.of(f"THIS PANEL: {metric.short}  {metric.name}", "head")]
-    for label, text in (("unit", f"{unit}; {better}"), ("is", metric.formula), ("why", metric.why)):
+    for label, text in (("unit", f"{unit}; {metric.direction}"), ("is", metric.formula), ("why", metric.why)):
         lines += _row(label, text, width, 6)
     return [*lines, Line.of("")]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from made_snapshots import RUN, events, save_all
 from small_app import NASTY, SmallApp, at_every_size, settle, text_of
 from textual.pilot import Pilot
 
+from pdq_tui.report.pages import comparison_page
 from pdq_tui.tui.compare import CompareScreen
 from pdq_tui.tui.compare_detail import RowDetail
 from pdq_tui.tui.export import ExportDialog
@@ -165,6 +168,29 @@ async def test_detail_says_formula_why_blocks_and_distribution(app: SmallApp) ->
             "exact" in text_of(app)
             and "distribution" not in text_of(app.screen.app).split("why")[-1].split("esc")[0]
         )
+
+
+async def test_a_row_reads_as_in_the_report(app: SmallApp) -> None:
+    async with app.run_test(size=(160, 70)) as pilot:
+        screen = await in_table(app, pilot)
+        assert screen.comparison is not None
+        table = comparison_page(screen.comparison).tables[0]
+        for line, row in zip(
+            [line for line in screen.query_one("#rows", LineList).lines if line.key is not None],
+            table.rows,
+            strict=True,
+        ):
+            _, unit, reference, value, delta, _, percent, interval, word = row
+            shown = [" ".join(text.split()) for text, _ in line.parts]
+            assert shown[1:] == [
+                unit, reference, value, delta, percent.removesuffix(" %"), interval, word
+            ]  # fmt: skip
+
+
+def test_the_screen_is_up_before_the_store() -> None:
+    code = "import sys, pdq_tui.tui.compare; print('polars' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr
 
 
 async def test_moving_in_the_table(app: SmallApp) -> None:

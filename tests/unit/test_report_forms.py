@@ -15,7 +15,9 @@ import polars as pl
 import pytest
 
 from pdq_tui.core.analysis import run_document
+from pdq_tui.core.stats import Summary
 from pdq_tui.errors import PdqError, UsageError
+from pdq_tui.report.cells import about, value_text
 from pdq_tui.report.pages import HOLDS
 from pdq_tui.report.tables import FORMATS, render
 from pdq_tui.report.write import REPORTERS, write
@@ -68,6 +70,32 @@ def test_golden_run(document: dict[str, Any]) -> None:
     golden("run.txt", render(document, "table"))
     golden("run.md", render(document, "md"))
     golden("run.csv", render(document, "csv"))
+
+
+@pytest.mark.parametrize(
+    ("metric", "median", "half", "text"),
+    [
+        ("ttft_ms", 129.7, 1.38, "129.7 ±1.4"),
+        ("tpot_ms", 11.92, 0.0503, "11.92 ±0.05"),
+        ("tpot_ms", 50.0, 0.0331, "50.0 ±0.03"),  # one digit where the value's decimals would say 0
+        ("tpot_ms", 11.92, 0.0, "11.92"),
+        ("prefill_tokens_per_s", 5117.0, 9.3, "5117 ±9"),
+        ("prefill_tokens_per_s", 48_700.0, 312.0, "48.7 ±0.3k"),
+        ("mbu", 0.1538, 0.00013, "15.38 ±0.01"),
+        ("decode_peak_bytes", 476.8 * 2**20, 3.24 * 2**20, "476.8 ±3.2 MiB"),
+        ("decode_peak_bytes", 3.0 * 2**30, 2.0 * 2**20, "3.0 ±0.002 GiB"),
+        ("bytes_per_step", 900.0, 12.0, "900 ±12 B"),
+    ],
+)
+def test_an_interval_has_the_unit_and_the_decimals_of_its_value(
+    metric: str, median: float, half: float, text: str
+) -> None:
+    summary = Summary(median=median, ci95=(median - half, median + half), n=12, unit="")
+    assert value_text(metric, summary) == text
+    assert value_text(metric, summary, len(text)) == text
+    if "±" in text:  # too narrow for both: the value, never half of it
+        assert value_text(metric, summary, len(text) - 1) == about(metric).format(median)
+    assert value_text(metric, Summary(median=None, ci95=None, n=0, unit="")) == "n/a"
 
 
 def test_markdown_holds_what_a_reader_needs(comparison: Comparison) -> None:
