@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import math
 import os
-import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pdq_tui import locations
+from pdq_tui.core import toml
 from pdq_tui.core.workload import CHAT_TEMPLATES, LAYERS
 from pdq_tui.errors import UsageError
 
@@ -247,15 +247,13 @@ def _build(values: Mapping[str, Any], tables: Mapping[str, Mapping[str, str]]) -
 
 def _text(path: Path, needed: bool) -> str | None:
     try:
-        return path.read_text(encoding="utf-8")
+        return toml.read_text(path)
     except FileNotFoundError:
         if needed:
             raise UsageError(
                 f"{path}: no such configuration file", "`pdq-tui config init` writes one"
             ) from None
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from error
 
 
 def _apply_file(
@@ -265,10 +263,7 @@ def _apply_file(
     origins: dict[str, str],
     tables: dict[str, dict[str, str]],
 ) -> None:
-    try:
-        doc = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path}: not valid TOML: {error}") from error
+    doc = toml.parse(text, str(path))
     for section, body in doc.items():
         line = line_of(text, section)
         if section not in SECTIONS and section not in TABLES:

@@ -85,6 +85,8 @@ def new(
     path = locations.user_policies() / f"{name}.toml"
     if path.exists() and not force:
         raise UsageError(f"{path} is there already", "--force replaces it")
+    if name in policies(user_dir=Path("/nonexistent")) and not force:
+        raise UsageError(f"{name} is a shipped policy", "take another name; --force puts yours in its place")
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

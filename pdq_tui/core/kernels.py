@@ -8,7 +8,6 @@ candidate *does* lives in the engine under its ``op``; here are only its limits 
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -16,6 +15,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from pdq_tui import locations
+from pdq_tui.core import toml
 from pdq_tui.core.formats import ACTIVATIONS as ACTIVATIONS
 from pdq_tui.core.formats import GROUP_SIZES, KINDS, Format
 from pdq_tui.core.policy import STAGES
@@ -275,18 +275,15 @@ def load_kernels(device: str, user_dir: Path | None = None) -> KernelTable:
 def read_kernels(path: Path, device: str) -> KernelTable:
     """One file's entries. Raises UsageError."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = toml.read_text(path)
+    except FileNotFoundError as error:
         raise UsageError(f"{path}: cannot be read: {error}") from error
     return parse_kernels(text, device, str(path))
 
 
 def parse_kernels(text: str, device: str, origin: str = "kernels") -> KernelTable:
     """Validate one document. Raises UsageError naming file, key and the legal values."""
-    try:
-        doc = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{origin}: not TOML: {error}") from error
+    doc = toml.parse(text, origin)
     _known(origin, doc, {"schema", "device", "kernel", "layers"}, "")
     if doc.get("schema") != SCHEMA:
         raise UsageError(f"{origin}: schema: {doc.get('schema')!r} is not supported", f"legal: {SCHEMA}")

@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import hashlib
-import tomllib
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
 
+from pdq_tui.core import toml
 from pdq_tui.core.formats import (
     ACTIVATIONS,
     LATER_WEIGHTS,
@@ -263,10 +263,7 @@ class _Reader:
 
 def parse_policy(text: str, origin: str = "policy") -> Policy:
     """Parse and validate one policy file. ``origin`` is the file name used in messages. Raises UsageError."""
-    try:
-        doc = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{origin}: not valid TOML: {error}") from error
+    doc = toml.parse(text, origin)
     r = _Reader(origin, text)
     r.known(doc, _TOP)
     schema = doc.get("schema")
@@ -314,8 +311,8 @@ def parse_policy(text: str, origin: str = "policy") -> Policy:
 def load_policy(path: Path) -> Policy:
     """Read one policy file. Raises UsageError with the file's name."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = toml.read_text(path)
+    except FileNotFoundError as error:
         raise UsageError(f"{path}: cannot be read: {error}") from error
     return parse_policy(text, str(path))
 

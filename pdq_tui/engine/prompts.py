@@ -10,7 +10,7 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from jinja2 import TemplateError
@@ -20,6 +20,9 @@ from pdq_tui.core.workload import Workload
 from pdq_tui.errors import UsageError
 
 BuiltIn = Callable[[str], list[str]]
+
+#: Prompt tokens of one pass, all rows together, that are made at all.
+MOST_TOKENS: Final = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,15 @@ def prepare(workload: Workload, tokenizer: Any, model: ModelInfo, built_in: Buil
     """
     if workload.output_tokens < 1 or workload.batch < 1 or (workload.prompt_tokens or 1) < 1:
         raise UsageError("a workload needs at least one prompt token, one output token and a batch of one")
+    if workload.prompt_tokens is not None:
+        # Before as many tokens are made: a typing error of three zeros would take minutes and the machine's memory.
+        reason = _too_long(workload.prompt_tokens, workload, model)
+        if reason is None and workload.prompt_tokens * workload.batch > MOST_TOKENS:
+            reason = (
+                f"{workload.prompt_tokens} tokens × {workload.batch} rows are more than {MOST_TOKENS} a pass"
+            )
+        if reason is not None:
+            raise UsageError(f"no prompt can run: {reason}", _hint(model))
     notes: list[str] = []
     applied = False
     if workload.prompts == "file":
@@ -83,7 +95,7 @@ def prepare(workload: Workload, tokenizer: Any, model: ModelInfo, built_in: Buil
     if not runnable:
         raise UsageError(
             "no prompt can run: " + (refused[0].reason if refused else "there is none"),
-            "shorten the prompts or the output, or give prompts that are not empty",
+            _hint(model) if workload.prompt_tokens or rows else "give prompts that are not empty",
         )
     _note_positions(runnable, workload, model, notes)
     if workload.stop == "fixed":
@@ -171,11 +183,20 @@ def _unfit(ids: Sequence[int], workload: Workload, model: ModelInfo) -> str | No
         return "the prompt has no tokens"
     if model.vocab and max(ids) >= model.vocab:
         return f"token id {max(ids)} is beyond the model's vocabulary of {model.vocab}"
-    needed, limit = len(ids) + workload.output_tokens, model.max_positions
+    return _too_long(len(ids), workload, model)
+
+
+def _hint(model: ModelInfo) -> str:
+    also = ", or --beyond-positions measures speed without sense" if model.rotary else ""
+    return f"shorten the prompts or the output (--in, --out){also}"
+
+
+def _too_long(tokens: int, workload: Workload, model: ModelInfo) -> str | None:
+    needed, limit = tokens + workload.output_tokens, model.max_positions
     if limit is None or needed <= limit:
         return None
     text = (
-        f"{len(ids)} prompt + {workload.output_tokens} new tokens are more than the model's {limit} positions"
+        f"{tokens} prompt + {workload.output_tokens} new tokens are more than the model's {limit} positions"
     )
     if not model.rotary:
         return text

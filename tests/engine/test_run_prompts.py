@@ -129,3 +129,13 @@ def test_a_template_that_refuses_a_chat_names_it() -> None:
 def test_T06_fixed_length_says_that_eos_is_ignored() -> None:
     assert any("EOS is ignored" in note for note in own("a").notes)
     assert not any("EOS" in note for note in own("a", stop="natural").notes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "hint"), [({}, "--beyond-positions"), ({"long_positions_ok": True}, "--in")]
+)
+def test_I03_absurd_lengths_are_refused_before_they_are_made(settings: dict[str, Any], hint: str) -> None:
+    """Two thousand million tokens: nothing of that length is allocated, or this test would not end."""
+    with pytest.raises(UsageError, match="no prompt can run: 2000000000") as raised:
+        prepared(ROTARY, prompt_tokens=2_000_000_000, output_tokens=4, **settings)
+    assert hint in (raised.value.hint or "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from pdq_tui.core.policy import (
     Keep,
     Policy,
     StagePolicy,
+    load_policy,
     natural_storage,
     parse_policy,
     policy_to_toml,
@@ -218,3 +221,18 @@ def test_changing_one_stage_names_the_result_after_what_it_does() -> None:
     assert (changed.name, changed.storage) == ("int8-prefill-int4-g64-decode*", "dual")
     assert parse_policy(policy_to_toml(changed)).digest == changed.digest
     assert changed.with_stage("decode", base.decode).name == "int8*"
+
+
+def test_hostile_files_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    deep = tmp_path / "deep.toml"
+    deep.write_text("a=" + "[" * 100_000)
+    with pytest.raises(UsageError, match="nested too deeply"):
+        load_policy(deep)
+    endless = tmp_path / "endless.toml"
+    endless.symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match="no regular file"):
+        load_policy(endless)
+    large = tmp_path / "large.toml"
+    large.write_text("#" * 2_000_000)
+    with pytest.raises(UsageError, match="2000000 bytes"):
+        load_policy(large)
