@@ -31,13 +31,13 @@ class PdqCommands(Provider):
         return cast("PdqApp", self.app)
 
     def _commands(self) -> Iterator[Command]:
-        for binding in keys.APP:
-            if binding.action != "command_palette":
-                yield binding.description, binding.tooltip, partial(self.pdq.run_action, binding.action)
         readonly = self.pdq.readonly
+        for binding in keys.APP:
+            if binding.action != "command_palette" and keys.works(binding.action, readonly):
+                yield binding.description, binding.tooltip, partial(self.pdq.run_action, binding.action)
         for binding in keys.LIVE:
             name = binding.action.split("(")[0]
-            if name in ("escape", "focus_panel") or (readonly and name in keys.CHANGING):
+            if name in ("escape", "focus_panel") or not keys.works(name, readonly):
                 continue
             yield (
                 f"Live: {binding.description}",

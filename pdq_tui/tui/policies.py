@@ -236,7 +236,9 @@ class PoliciesScreen(Page):
         view = self._session().view(1.0)
         lines = [
             Line(tuple((drawn(self.app, text), role) for text, role in line.parts))
-            for line in coverage_lines([view.arms[name] for name in sorted(view.arms)])
+            for line in coverage_lines(
+                [view.arms[name] for name in sorted(view.arms)], readonly=is_readonly(self.app)
+            )
         ]
         self._editor.foresee(self.draft, view)
         if lines != self._coverage:
