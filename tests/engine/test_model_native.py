@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdq_tui.core.formats import Format
-from pdq_tui.core.kernels import load_kernels
+from pdq_tui.core.kernels import Capability, load_kernels
 from pdq_tui.engine import native
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.device import open_device
@@ -170,18 +170,22 @@ def test_what_a_kernel_cannot_read_is_refused(call: object, message: str) -> Non
 
 
 def test_the_tables_choose_them_only_where_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = open_device("cpu")
     table = load_kernels("cpu")
     fmt = Format("int4", "model", 64)
 
-    def best() -> str:
-        choice = table.choose(fmt, 576, 576, 1, "bf16", capability(device))
+    def best(*features: str) -> str:
+        choice = table.choose(fmt, 576, 576, 1, "bf16", Capability("cpu", features))
         assert choice.candidate is not None
         return choice.candidate.name
 
-    assert best() == "native-int4"
+    assert best("avx2", "native") == "native-int4"
+    assert best("avx2") == "int4pack"
+    assert best("avx2", "avx512", "bf16", "native") != "native-int4"
+    device = open_device("cpu")
+    assert "native" in capability(device).features
     monkeypatch.setattr(native._State, "path", None)
-    assert best() != "native-int4"
+    assert "native" not in capability(device).features
+    assert "native" in capability(device, buildable=True).features
 
 
 # -- building ----------------------------------------------------------------------------------------------------------
