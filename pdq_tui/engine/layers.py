@@ -426,6 +426,8 @@ def _compile(call: _Call) -> Program:
     """Trace one layer and compile it. Its program takes the tensors among the flattened arguments, the slot, and the
     layer's own tensors."""
     from torch import _inductor
+    from torch._inductor import codecache
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch.fx.experimental.proxy_tensor import make_fx
 
     layer = _copy(call.layer)
@@ -444,6 +446,9 @@ def _compile(call: _Call) -> Program:
             raise UncompiledError("its layers do not return one tensor each")
         return out
 
+    # Torch keeps its precompiled headers (150 MB) in the temporary directory, wherever its cache is.
+    headers = Path(cache_dir()) / "precompiled_headers"
+    codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = str(headers), str(headers / "locks")
     # no_grad, not inference_mode: tensors made in the latter cannot be traced
     with torch.inference_mode(False), torch.no_grad():
         inputs: list[Any] = [*(x.clone() for x in call.inputs), torch.tensor(call.slot), *call.tensors]
@@ -455,8 +460,7 @@ def _compile(call: _Call) -> Program:
             graph,
             inputs,
             # In this process, no pool of workers that would outlive it; no checks of shapes that cannot change.
-            # No precompiled headers either: 150 MB in the temporary directory for a handful of kernels.
-            options={"compile_threads": 1, "size_asserts": False, "cpp_cache_precompile_headers": False},
+            options={"compile_threads": 1, "size_asserts": False},
         )
         program(*inputs)  # the C++ is built on the first call
     return program
