@@ -69,7 +69,7 @@ def prepare(workload: Workload, tokenizer: Any, model: ModelInfo, built_in: Buil
     """
     if workload.output_tokens < 1 or workload.batch < 1 or (workload.prompt_tokens or 1) < 1:
         raise UsageError("a workload needs at least one prompt token, one output token and a batch of one")
-    if workload.prompt_tokens is not None:
+    if workload.prompt_tokens is not None and workload.prompts != "file":
         # Before as many tokens are made: a typing error of three zeros would take minutes and the machine's memory.
         reason = _too_long(workload.prompt_tokens, workload, model)
         if reason is None and workload.prompt_tokens * workload.batch > MOST_TOKENS:
