@@ -248,6 +248,12 @@ class PdqApp(App[int]):
         if isinstance(self.screen, LiveScreen):
             self.screen.action_copy()
 
+    def action_command_palette(self) -> None:
+        from pdq_tui.tui.commands import Palette
+
+        if self.use_command_palette and not isinstance(self.screen, Palette):
+            self.push_screen(Palette(id="--command-palette"))
+
     def action_next_theme(self) -> None:
         place = theme.CYCLE.index(self.theme) if self.theme in theme.CYCLE else -1
         self.set_theme(theme.CYCLE[(place + 1) % len(theme.CYCLE)])

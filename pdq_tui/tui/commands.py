@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.command import CommandPalette, DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 
 from pdq_tui.tui import keys
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
 
 #: (name, help, what it does)
 Command = tuple[str, str, Callable[[], object]]
+
+
+class Palette(CommandPalette):
+    """Textual's, except that a page key may come before its list has lines: it looks those up without asking."""
+
+    def _action_command_list(self, action: str) -> None:
+        lost = (KeyError, IndexError) if action in ("page_up", "page_down") else ()
+        with contextlib.suppress(*lost):
+            super()._action_command_list(action)
 
 
 class PdqCommands(Provider):
