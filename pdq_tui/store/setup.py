@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from pdq_tui.core.comparable import STAGES
 from pdq_tui.core.document import ALONE
+from pdq_tui.core.policy import STAGES
 
 if TYPE_CHECKING:  # polars comes with it
     from pdq_tui.store.snapshot import Snapshot

@@ -21,7 +21,7 @@ def test_shipped_tables_load_and_every_op_is_implemented() -> None:
     for device in ("cpu", "cuda"):
         table = load_kernels(device)
         assert all(c.summary for c in table.candidates)
-    assert set(BUILT) - {"native-w4a8"} == set(OPS)
+    assert set(BUILT) == set(OPS)
 
 
 @pytest.mark.parametrize(
