@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pdq_tui.commands import flags
-from pdq_tui.commands.common import emit, finite, runs_dir, say, settings
+from pdq_tui.commands.common import emit, runs_dir, say, settings
 from pdq_tui.commands.gate import TIMED, watched
 from pdq_tui.commands.progress import Printer
 from pdq_tui.config import Settings
@@ -55,7 +55,7 @@ def run(
         typer.Option(
             "--budget",
             metavar="SECONDS",
-            callback=finite,
+            callback=flags.finite,
             help="Stop measuring after this many seconds. [none]",
         ),
     ] = None,
@@ -65,7 +65,7 @@ def run(
             "--min-seconds",
             metavar="SECONDS",
             min=0,
-            callback=finite,
+            callback=flags.finite,
             help="Go on until this much was measured, in seconds.",
         ),
     ] = 10.0,
