@@ -104,7 +104,7 @@ class PoliciesScreen(Page):
         self.app.call_from_thread(self._show_entries, entries, then, said)
 
     def _show_entries(self, entries: dict[str, catalog.Entry], then: str, said: str) -> None:
-        self.drafts.read(entries, keep=then)
+        self.drafts.read(entries)
         damaged = self.drafts.damaged
         self.say(
             said
