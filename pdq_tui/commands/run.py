@@ -15,7 +15,7 @@ from pdq_tui.commands.progress import Printer
 from pdq_tui.config import Settings
 from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.policy import Policy
-from pdq_tui.core.protocol import Load
+from pdq_tui.core.protocol import Load, Request
 from pdq_tui.errors import FAILED, GATE, INTERRUPTED, OK, PdqError
 from pdq_tui.host import demo
 from pdq_tui.host.measure import MeasureError, measure
@@ -151,6 +151,8 @@ def run(
     kept: Kept = keep(where, events, labels, note=name, min_effect=s.run.min_effect)
     if failure is not None:
         kept.tell()
+        if not any(isinstance(e, Request) for e in events) and str(where.path) not in (failure.hint or ""):
+            where.discard()  # nothing was measured, and no log of it is named
         raise failure
     if as_json or kept.lost:
         from pdq_tui.report.tables import to_json
@@ -165,7 +167,7 @@ def run(
     if code == INTERRUPTED:
         say(f"interrupted: what was measured until then is kept in {where.place}")
     rows = [r for r in kept.document["ratios"] if r["metric"] in gated]
-    if code == OK and (kept.trouble or where.text):
+    if code == OK and kept.trouble:
         code = FAILED
     for row in rows if code == OK else ():
         if row["judgement"] == "worse":

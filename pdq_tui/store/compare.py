@@ -133,7 +133,7 @@ def compare(snapshots: Sequence[Snapshot], min_effect: float = 0.01, *, force: b
     notes += [
         f"{side.label}: {w.removeprefix(f'{s.label}: ')}"
         for s, side in zip(snapshots, sides, strict=True)
-        for w in s.manifest.get("warnings", [])
+        for w in s.manifest.get("warnings") or []
         if isinstance(w, str)
     ]
     return Comparison(

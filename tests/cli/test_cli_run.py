@@ -127,7 +127,7 @@ def test_X04_a_place_that_cannot_be_written_costs_no_result(
     )  # fmt: skip
     assert done.returncode == 1
     assert json.loads(done.stdout, parse_constant=_refuse)["arms"][0]["label"] == "bf16"
-    assert "/proc/runs cannot be written" in done.stderr
+    assert "error: /proc/runs cannot be written" in done.stderr, "the reason of the exit code, at the end"
     kept = [p for p in tmp_path.rglob("manifest.json") if "snapshots" in p.parts]
     assert len(kept) == 1
     assert str(kept[0].parent) in done.stderr
