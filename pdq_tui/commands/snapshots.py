@@ -14,7 +14,10 @@ from pdq_tui.commands.words import Dir, One, Several
 from pdq_tui.errors import PdqError, UsageError
 
 app = typer.Typer(
-    add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="List, show, make and delete snapshots."
+    add_completion=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="List, show, make and delete snapshots.",
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
@@ -74,7 +77,8 @@ def make(
         str, typer.Argument(metavar="RUN", help="A run's id, its last four characters, or its directory.")
     ],
     arm: Annotated[
-        list[str] | None, typer.Option("--arm", metavar="ARM", help="Only this arm; repeat it. [all measured]")
+        list[str] | None,
+        typer.Option("--arm", metavar="ARM", help="Only this arm; repeat it. [all measured]"),
     ] = None,
     note: Annotated[str, typer.Option("--name", metavar="TEXT", help="A note that is kept with them.")] = "",
     directory: Dir = None,

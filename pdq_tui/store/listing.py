@@ -180,7 +180,9 @@ def resolve(word: str, runs_dir: Path) -> Path:
     if len(near) == 1:
         return Path(near[0].path)
     if near:
-        twins = len({s.id for s in near}) < len(near)  # a run's directory was copied: only a path tells them apart
+        twins = len({s.id for s in near}) < len(
+            near
+        )  # a run's directory was copied: only a path tells them apart
         raise UsageError(
             f"{word!r} names {len(near)} snapshots",
             "which of " + ", ".join(s.path if twins else s.id for s in near[:8]),

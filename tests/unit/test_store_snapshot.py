@@ -194,10 +194,10 @@ def test_a_list_looks_at_each_manifest_once_and_builds_none(
 def test_reading_a_long_series_is_one_conversion(
     save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    s = snapshot.load(save())
     calls: list[Any] = []
     convert = series.msgspec.convert
     monkeypatch.setattr(series.msgspec, "convert", lambda *a, **k: calls.append(a[1]) or convert(*a, **k))
-    s = snapshot.load(save())
     assert len(s.requests) == s.requests_table.height > 1 and len(calls) == 1
     assert sum(len(r.itl_ms) for r in s.requests) == s.tokens_table.height
 
@@ -250,6 +250,14 @@ def test_a_damaged_snapshot_is_listed_and_the_others_work(
     one, two = listing.list_snapshots(tmp_path)
     assert one.id == f"{RUN}/001" and one.error and two.error is None
     assert len(snapshot.load(good).requests) == 8
+
+
+def test_a_copied_run_is_told_apart_by_its_path(save: Callable[..., Path], tmp_path: Path) -> None:
+    path = save()
+    shutil.copytree(tmp_path / RUN, tmp_path / "copy")
+    with pytest.raises(UsageError, match="names 2 snapshots") as caught:
+        listing.resolve(f"{RUN}/001", tmp_path)
+    assert caught.value.hint and str(path) in caught.value.hint and "copy/snapshots/001" in caught.value.hint
 
 
 def test_a_series_that_is_not_parquet_is_a_sentence(save: Callable[..., Path]) -> None:
