@@ -64,7 +64,8 @@ def table(predictions: Sequence[Prediction]) -> str:
                 notes.append(f"{p.policy}, {stage}: {len(left.modules)} left ({names}): {left.reason}")
     for p in predictions[:1]:
         kv = "unknown: " + p.kv_reason if p.kv_bytes_per_token is None else f"{p.kv_bytes_per_token} bytes"
-        notes += [f"KV cache per token: {kv}", *p.notes]
+        notes.append(f"KV cache per token: {kv}")
+    notes += dict.fromkeys(note for p in predictions for note in p.notes)
     return columns(rows, head) + "".join(f"- {note}\n" for note in notes)
 
 

@@ -65,6 +65,7 @@ def predict(
     stages, stored = _both(policy, shapes, table, prefill_rows, decode_rows, capability)
     total = sum(stored.values())
     notes = [f"{len(shapes.fused)} fused weights (experts) stay as they are"] if shapes.fused else []
+    notes += [f"{policy.name}: {text}" for text in policy.unmatched(x.name for x in shapes.linears)]
     notes.append("from shapes alone: the engine's plan with the real device has the last word")
     return Prediction(
         policy=policy.name,

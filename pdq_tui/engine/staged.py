@@ -151,6 +151,7 @@ class StagedModel:
             )
         if warnings and hard:
             raise UnfitError(f"{policy.name}: {warnings[0]}", "leave out --hard to allow it")
+        warnings += policy.unmatched(placement.layer.name for placement in by_stage["prefill"])
         weights = weights_of(by_stage, self.census, coverage)
         new = self.store.new_bytes(wanted)
         weights.session_resident_bytes = self.session_resident_bytes + new
