@@ -109,7 +109,11 @@ class KvCache(Cache):
         return self.buffer.nbytes
 
     def reset(self) -> None:
-        self.start = self.end = 0
+        self.rewind(0)
+
+    def rewind(self, positions: int) -> None:
+        """Forget all but the first positions."""
+        self.start = self.end = positions
 
     def activate(self) -> None:
         """Make this the cache that compiled layers write to: a program cannot be given one as an argument."""

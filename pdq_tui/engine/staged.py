@@ -31,7 +31,7 @@ from pdq_tui.engine.formats.unpack import Scratch
 from pdq_tui.engine.generation import Generation
 from pdq_tui.engine.kernels import Prober, capability
 from pdq_tui.engine.kv import KvCache, KvShape
-from pdq_tui.engine.layers import RECORD_AFTER, LayerCompiler, UncompiledError
+from pdq_tui.engine.layers import RECORD_AFTER, RECORDED, LayerCompiler
 from pdq_tui.engine.plan import (
     Layer,
     Placement,
@@ -43,6 +43,7 @@ from pdq_tui.engine.plan import (
     warnings_of,
     weights_of,
 )
+from pdq_tui.engine.recorded import UncompiledError
 from pdq_tui.engine.views import Caller, copy_shell
 from pdq_tui.engine.weights import HEADROOM_BYTES, Key, Progress, WeightStore
 from pdq_tui.errors import UnfitError, UsageError
@@ -117,7 +118,7 @@ class StagedModel:
         self.caller = Caller(skeleton)
         self.attention_name = attention_name
         self.layers, self._table = layers, kernels
-        self.compiler = LayerCompiler(self.dtype, locations.cache_dir() / "inductor")
+        self.compiler = LayerCompiler(locations.cache_dir() / "inductor")
         self._arms: weakref.WeakSet[StagedArm] = weakref.WeakSet()
         self._views: weakref.WeakValueDictionary[tuple[Any, ...], View] = weakref.WeakValueDictionary()
         self._caches: OrderedDict[tuple[int, int], KvCache] = OrderedDict()
@@ -269,14 +270,14 @@ class StagedModel:
     def _compile(self, view: View, rows: int, progress: Progress, cancelled: Callable[[], bool]) -> None:
         """Compiled layers in the view's place, or the reason why it stays as it is."""
         begin = time.monotonic()
-        cache = KvCache(self.kv, rows, RECORD_AFTER + 1, self.device.torch_device)
+        cache = KvCache(self.kv, rows, RECORD_AFTER + RECORDED, self.device.torch_device)
         words = int(self.skeleton.config.get_text_config().vocab_size)
 
-        def step() -> None:
+        def step() -> Tensor:
             cache.advance(1)
             token = torch.arange(rows, device=self.device.torch_device)[:, None] * 7 + 31 * cache.end
             position = torch.full_like(token, cache.start)
-            self.caller.logits(view.model, token % words, None, position, cache)
+            return self.caller.logits(view.model, token % words, None, position, cache)
 
         try:
             with torch.inference_mode():
