@@ -61,9 +61,7 @@ def test_S05_a_compiler_and_its_helpers_die_with_the_engine(kernels: str, tiny: 
         ):  # fmt: skip
             engine.stdin.write(p.encode(command))
         engine.stdin.flush()
-        wait_until(
-            lambda: pids.exists() or engine.poll() is not None, 150, "the compiler was started"
-        )
+        wait_until(lambda: pids.exists() or engine.poll() is not None, 150, "the compiler was started")
         assert engine.poll() is None, (tmp_path / "log").read_text()
         started = [int(word) for word in pids.read_text().split()]
         started += [child.pid for child in psutil.Process(engine.pid).children(recursive=True)]
