@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pdq_tui.commands.common import STATE, printable, say
 from pdq_tui.core import protocol as p
+from pdq_tui.core.metrics import counted
 from pdq_tui.host.sentences import lines
 
 _EVERY_S: Final = 0.1
@@ -33,7 +34,7 @@ class Printer:
                 self.bytes(event.done, event.total, event.label, event.unit)
             case p.ModelReady():
                 m, d = event.model, event.device
-                threads = f", {d.threads} threads" if d.kind == "cpu" else ""
+                threads = f", {counted(d.threads, 'thread')}" if d.kind == "cpu" else ""
                 size = f"{m.parameters / 1e6:.0f} M parameters"
                 self._line("info", f"{m.id}: {size}, {m.layers} layers, {m.dtype}, on {d.name}{threads}")
             case p.TaskEnded(ok=True):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pdq_tui.core.document import DECODE_KEYS, PREFILL_KEYS
-from pdq_tui.core.metrics import METRICS, MISSING, format_bytes
+from pdq_tui.core.metrics import METRICS, MISSING, counted, format_bytes
 from pdq_tui.core.stats import UNSURE, Summary
 from pdq_tui.report.cells import (
     ARROWS,
@@ -335,7 +335,9 @@ def facts(doc: Json) -> list[tuple[str, str]]:
         found.append(("model", _join(model.get("id"), model.get("dtype"), size, identity)))
     if device:
         memory = format_bytes(device["memory"]) if device.get("memory") else ""
-        threads = f"{host['threads']} threads" if device.get("kind") == "cpu" and host.get("threads") else ""
+        threads = (
+            counted(host["threads"], "thread") if device.get("kind") == "cpu" and host.get("threads") else ""
+        )
         found.append(("device", _join(device.get("name"), memory, threads)))
         if device.get("read_peak_gbps"):
             peak = f"{device['read_peak_gbps']:.1f} GB/s"

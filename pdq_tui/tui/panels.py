@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdq_tui.core.metrics import METRICS
+from pdq_tui.core.metrics import METRICS, counted
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.stats import Ratio, Summary
 from pdq_tui.host.view import ArmView, SessionView
@@ -191,7 +191,7 @@ def judgement_word(ratio: Ratio | None, room: int) -> str:
     """The word with the number of blocks that decided it, or that none has been decided yet: in ``room`` cells."""
     if ratio is None:
         return ""
-    blocks = f"{ratio.blocks} block{'' if ratio.blocks == 1 else 's'}"
+    blocks = counted(ratio.blocks, "block")
     if ratio.provisional:
         forms = [f"not decided at {blocks}", f"prov. {ratio.blocks}bl"]
     elif ratio.decided_at is not None:
