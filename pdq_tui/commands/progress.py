@@ -27,7 +27,9 @@ class Printer:
         self._requests = 0
 
     def __call__(self, event: Any) -> None:
-        for level, text, hint in lines(event):
+        # What ends the command is told once, by the command.
+        told = [] if isinstance(event, p.ArmRefused) else lines(event)
+        for level, text, hint in told:
             self._line(level, f"{text} ({hint})" if hint else text)
         match event:
             case p.Progress():

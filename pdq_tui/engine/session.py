@@ -196,8 +196,17 @@ class Session:
             )
         )
 
-    def _refuse(self, command: p.SetArm, reason: str, hint: str | None) -> None:
-        self.send(p.ArmRefused(arm=command.arm, policy=command.policy.name, reason=reason, hint=hint))
+    def _refuse(self, command: p.SetArm, why: PdqError) -> None:
+        name = command.policy.name
+        self.send(
+            p.ArmRefused(
+                arm=command.arm,
+                policy=name,
+                reason=why.message.removeprefix(f"{name}: "),
+                hint=why.hint,
+                exit_code=why.exit_code,
+            )
+        )
 
     def _pack(self, label: str, policy: Policy, hard: bool, cancelled: Callable[[], bool]) -> StagedArm:
         """Make ``label`` follow ``policy``: pack what is missing. Raises PdqError, Cancelled."""
@@ -216,14 +225,14 @@ class Session:
             with self._task("pack", f"{label}: {policy.name}"):
                 ready = self._pack(label, policy, command.hard, lambda: self.inbox.cancelled(number))
         except Cancelled:
-            self._refuse(command, "cancelled", None)
+            self._refuse(command, PdqError("cancelled"))
             if self.staged is not None and self.staged.compiler.busy:
                 # The C++ compiler cannot be stopped half-way, and nothing may be measured beside it.
                 with self._task("pack", "what was being compiled is finished"):
                     self.staged.compiler.settle()
             return
         except PdqError as error:
-            self._refuse(command, error.message, error.hint)
+            self._refuse(command, error)
             return
         self.send(
             p.ArmReady(

@@ -268,7 +268,7 @@ class _Driver:
                     raise _InterruptedEarlyError
                 raise PdqError(e.text, e.hint or self._log_hint(e.tail), FAILED if self.hello else UNFIT)
             case p.ArmRefused():
-                raise PdqError(f"policy {e.policy} refused: {e.reason}", e.hint)
+                raise PdqError(f"policy {e.policy} refused: {e.reason}", e.hint, e.exit_code)
             case p.WorkloadRefused():
                 raise PdqError(e.reason, e.hint, USAGE)
             case p.TaskEnded(ok=False, task="load" | "convert"):

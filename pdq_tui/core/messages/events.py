@@ -61,12 +61,13 @@ class ArmReady(Message):
 
 
 class ArmRefused(Message):
-    """The arm keeps what it had."""
+    """The arm keeps what it had. ``exit_code``: of a command that cannot go on without the policy; None: 1."""
 
     arm: str
     policy: str
     reason: str
     hint: str | None = None
+    exit_code: int | None = None
 
 
 class RefusedPrompt(msgspec.Struct):
