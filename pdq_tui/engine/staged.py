@@ -25,7 +25,7 @@ from pdq_tui.core.protocol import Coverage, Fallback, KvInfo, WeightsInfo
 from pdq_tui.engine import attention
 from pdq_tui.engine.checkpoint import Masters
 from pdq_tui.engine.cost import CostModel
-from pdq_tui.engine.formats.native import OPS
+from pdq_tui.engine.formats.ops import OPS
 from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec
 from pdq_tui.engine.formats.unpack import Scratch
 from pdq_tui.engine.generation import Generation
@@ -92,7 +92,7 @@ class StagedModel:
         embedding = skeleton.get_input_embeddings()
         assert isinstance(embedding.weight, Tensor)
         self.dtype: torch.dtype = embedding.weight.dtype
-        self.prober = Prober(locations.cache_dir() / "kernel-probes.json")
+        self.prober = Prober(locations.cache_dir() / "kernel-probes.json", device.torch_device.type)
         self.planner = Planner(self.census, self.dtype, kernels, self.capability, self.prober.broken)
         parameters = dict(skeleton.named_parameters(remove_duplicate=False))
         own = {

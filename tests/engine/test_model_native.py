@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
 from collections.abc import Callable
@@ -15,16 +16,18 @@ from hypothesis import strategies as st
 
 from pdq_tui.core.formats import Format
 from pdq_tui.core.kernels import Capability, load_kernels
+from pdq_tui.core.policy import Policy
 from pdq_tui.engine import native
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.device import open_device
 from pdq_tui.engine.formats.linears import quantize_rows
-from pdq_tui.engine.formats.native import OPS
+from pdq_tui.engine.formats.ops import OPS
 from pdq_tui.engine.formats.pack import pack
 from pdq_tui.engine.formats.packed import Packed, Spec
 from pdq_tui.engine.formats.rows import nibbles_by_rows
 from pdq_tui.engine.formats.unpack import Scratch
 from pdq_tui.engine.kernels import capability
+from pdq_tui.engine.plan import Planner, take_census
 
 CPU = torch.device("cpu")
 #: One rounding of the result to bf16 is 2^-9 at most; whole numbers of 16 bits add nothing that shows.
@@ -262,5 +265,23 @@ def test_every_native_candidate_passes_its_probe_in_a_child(library: Path, tmp_p
     ours = [c for c in load_kernels("cpu").candidates if c.op.startswith("native")]
     assert {c.op for c in ours} == {op for op in OPS if op.startswith("native")}
     wanted = [(c, "bf16", 576, 1536) for c in ours]
-    broken = Prober(tmp_path / "probes.json").broken(wanted)
-    assert broken == {(c.name, "bf16", 576, 1536): False for c in ours}
+    assert Prober(tmp_path / "probes.json").broken(wanted) == {}
+    tried = json.loads((tmp_path / "probes.json").read_text())["results"]
+    assert [(name, why) for name, *_, why in tried] == sorted((c.name, None) for c in ours)
+
+
+def test_a_dense_kernel_that_fails_its_probe_is_passed_over(load_tiny, tiny_llama_bf16) -> None:
+    model, _ = load_tiny(tiny_llama_bf16)
+    able = Capability("cpu", ("avx2", "native"))
+    asked: list[str] = []
+
+    def broken(wanted, *_):
+        asked.extend(c.name for c, *_ in wanted)
+        return {(c.name, dtype, N, K): "it hangs" for c, dtype, N, K in wanted}
+
+    planner = Planner(take_census(model), torch.bfloat16, load_kernels("cpu"), able, broken)
+    placements = planner.placements(Policy("bf16"), "decode", 1, 1)
+    assert set(asked) == {"native-dense"}
+    assert {(p.candidate.name, p.fallback) for p in placements} == {
+        ("linear", "native-dense failed its probe on this device: it hangs")
+    }

@@ -18,6 +18,7 @@ from pdq_tui.tui import keys
 from pdq_tui.tui.ask import Ask, Pick, Write
 from pdq_tui.tui.export import ExportDialog
 from pdq_tui.tui.help import HelpScreen
+from pdq_tui.tui.lines import LineList
 from pdq_tui.tui.live import LiveScreen
 from pdq_tui.tui.rows import Rows
 
@@ -80,7 +81,8 @@ async def test_keys_p_d_pick_a_format_for_the_active_arm(
     async with app.run_test(size=SIZE) as pilot:
         await pilot.press(key)
         assert isinstance(app.screen, Pick)
-        await pilot.press("j", "enter")
+        app.screen.query_one(LineList).move_to("int8")
+        await pilot.press("enter")
         await pilot.pause()
         assert isinstance(app.screen, LiveScreen)
         name, arm, policy = session.calls[-1]
