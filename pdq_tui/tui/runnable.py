@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from pdq_tui.core.formats import Format
-from pdq_tui.core.kernels import ASSUMED_FEATURES, Capability, KernelTable, load_kernels
 from pdq_tui.core.protocol import DeviceInfo
 from pdq_tui.host.view import SessionView
+
+if TYPE_CHECKING:  # the first screen does not wait for kernel tables
+    from pdq_tui.core.kernels import Capability, KernelTable
 
 #: Why a format does not run; None where it does, or where nobody knows.
 Refusal = Callable[[Format], str | None]
@@ -19,6 +21,8 @@ _DTYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def capability_of(device: DeviceInfo) -> Capability:
+    from pdq_tui.core.kernels import ASSUMED_FEATURES, Capability
+
     features = ASSUMED_FEATURES if device.features is None else tuple(device.features)
     return Capability(device.kind, features, device.capability)
 
@@ -35,4 +39,6 @@ def refusals(view: SessionView) -> Refusal:
 
 @lru_cache(maxsize=2)
 def _table(kind: str) -> KernelTable:
+    from pdq_tui.core.kernels import load_kernels
+
     return load_kernels(kind)

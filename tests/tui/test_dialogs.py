@@ -50,7 +50,7 @@ async def test_nothing_of_the_screen_below_is_seen(
 async def test_a_choice_is_read_whole(width: int, make_app: Callable[..., PdqApp]) -> None:
     app = make_app()
     choices = [
-        *stage_choices(STAGED, "decode"),
+        *stage_choices(STAGED, "decode", lambda _: None),
         Choice("fp8", refused="no scaled product on this machine " * 2),
     ]
     async with app.run_test(size=(width, 36)) as pilot:
