@@ -277,7 +277,7 @@ class StagedModel:
             cache.advance(1)
             token = torch.arange(rows, device=self.device.torch_device)[:, None] * 7 + 31 * cache.end
             position = torch.full_like(token, cache.start)
-            return self.caller.logits(view.model, token % words, None, position, cache)
+            return self.caller.logits(view.model, token % words, None, position, cache)[:, -1]
 
         try:
             with torch.inference_mode():

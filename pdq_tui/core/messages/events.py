@@ -187,6 +187,29 @@ class Request(Message):
     host_end_ns: int = 0
 
 
+class Scored(Message):
+    """One window of ``Score``: a value a compared position, never dropped. Nats; full vocabulary.
+
+    first      where the first value stands: the position in the window, or the decode step (1: the second token).
+    kld        Σ p_base · ln(p_base / p_arm); null where either side's logits are not finite.
+    same_top1  whether both have the same argmax.
+    nll        −ln p of the next (or forced) token, of the arm and of the base; null likewise.
+    """
+
+    arm: str
+    base: str
+    policy: str
+    policy_digest: str
+    path: str
+    forced: str
+    window: int
+    first: int
+    kld: list[float | None]
+    same_top1: list[bool]
+    nll: list[float | None]
+    base_nll: list[float | None]
+
+
 class RunEnded(Message):
     """``reason``: done, budget, stopped, failed."""
 
