@@ -35,6 +35,14 @@ DELTA_OF: Final = {
     PAIRED: "Δ is ★'s geometric mean over the blocks × (ratio − 1), the estimate of Δ %, not the medians' difference",
     UNPAIRED: "Δ is the median of ★'s blocks × (ratio − 1), the estimate of Δ %; a block is its geometric mean",
 }
+#: How the words and signs of a comparison are to be read, below the formulas.
+LEGEND: Final = (
+    "± is half the width of the 95 % interval of the median. A judgement compares whole blocks in which the "
+    "policies take turns: better or worse where the interval excludes 0 and the difference exceeds the threshold "
+    "(the smallest effect that matters, or the noise of the reference against itself, whichever is larger); "
+    "same where the interval lies inside the threshold; unsure otherwise, and wherever conditions differ (⚑). "
+    "Δ % is ratio − 1; Δ by ratio is the same estimate in the metric's unit, so the two never differ in sign."
+)
 _MARKS: Final = {OK: "✓", DIFFERS: "✗", UNKNOWN: "?", BY_POLICY: "by policy:"}
 
 
@@ -61,6 +69,7 @@ def comparison_page(c: Comparison, *, diff_only: bool = False) -> Page:
         tables=tables,
         notes=[*c.notes, HOLDS],
         formulas=formulas(shown),
+        legend=LEGEND,
     )
 
 
@@ -202,6 +211,7 @@ def document_page(doc: Json) -> Page:
         formulas=formulas(
             [*PREFILL_KEYS.values(), *DECODE_KEYS.values(), "itl_ms", "e2e_ms", "handoff_ms", *FIGURES]
         ),
+        legend=LEGEND,
     )
 
 
