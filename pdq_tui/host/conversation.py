@@ -212,7 +212,7 @@ class Conversation:
                     raise InterruptedEarlyError
                 raise PdqError(e.text, e.hint or self._log_hint(e.tail), FAILED if self._hello else UNFIT)
             case p.ArmRefused():
-                raise RefusedError(f"policy {e.policy} refused: {e.reason}", e.hint)
+                raise RefusedError(f"policy {e.policy} refused: {e.reason}", e.hint, e.exit_code)
             case p.WorkloadRefused():
                 raise RefusedError(e.reason, e.hint, USAGE)
             case p.TaskEnded(ok=False, task="load" | "convert"):
