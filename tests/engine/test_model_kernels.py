@@ -92,7 +92,7 @@ def test_limits_exclude_and_say_why() -> None:
     assert broken.passed_over[1] == "int8pack failed its probe on this device: it sat down"
     old = cuda.choose(Format("int8", "int8"), 64, 64, 1, "bf16", Capability("cuda", (), (7, 5)))
     assert old.candidate is not None and old.candidate.op == "w8a8-float32"
-    assert any("8.0, this device has 7.5" in reason for reason in old.reasons)
+    assert any("8.0 or later, this device has 7.5" in reason for reason in old.reasons)
     assert cuda.choose(Format("int4", "model", 64), 64, 128, 1, "bf16", SM90).candidate.op == "int4-tinygemm"
 
 
