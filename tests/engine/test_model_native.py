@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +81,7 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted).norm() / wanted.norm())
 
 
-ROWS = (1, 2, 3, 4, 5, 8, 9, 14, 64)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 23, 64)
 SHAPES = ((48, 64), (33, 192), (130, 576), (17, 1536))
 
 
@@ -148,6 +150,22 @@ def test_N01_what_is_not_finite_shows_in_its_row_and_only_there(op: str, bad: fl
     assert torch.isfinite(out[1:]).all()
 
 
+def test_narrow_vectors_multiply_the_same_where_wide_ones_are_built(tmp_path: Path) -> None:
+    """A machine with AVX-512 builds other code: what a machine without it runs is built and tried here as well."""
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        pytest.skip("this machine builds the narrow ones anyway")
+    wrapper = tmp_path / "g++"
+    wrapper.write_text(f'#!/bin/sh\nexec {native.compiler()} "$@" -mno-avx512f\n')
+    wrapper.chmod(0o755)
+    own = "multiplies_what_is_stored or exact_in_float32 or leaves_other or N01 or zeros_give"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", own, __file__]
+    done = subprocess.run(
+        command, env={**os.environ, "CXX": str(wrapper)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert done.stdout.count(".") > len(ROWS) * len(SHAPES), done.stdout[-2000:]
+
+
 def test_rows_of_zeros_give_zeros() -> None:
     for op, fmt, layout in (
         ("native-int8", Format("int8"), "int8"),
@@ -195,7 +213,8 @@ def test_the_tables_choose_them_only_where_they_are_loaded(monkeypatch: pytest.M
 
     assert best("avx2", "native") == "native-int4"
     assert best("avx2") == "int4pack"
-    assert best("avx2", "avx512", "bf16", "native") != "native-int4"
+    assert best("avx2", "avx512", "bf16", "vnni", "native") == "native-int4"
+    assert best("avx2", "avx512", "bf16", "vnni", "amx", "native") == "int4pack", "tiles multiply many rows"
     device = open_device("cpu")
     assert "native" in capability(device).features
     monkeypatch.setattr(native._State, "path", None)
