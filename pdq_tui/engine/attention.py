@@ -1,6 +1,6 @@
 """Attention of the two stages, registered with transformers: the view's config names it, nothing looks at the stage.
 
-Prefill: causal SDPA over the whole prompt, right with left padding. Decode: one query row a sequence, SDPA over the
+Prefill: causal over the whole prompt, by our own kernel where it is, else SDPA, right with left padding. Decode: one query row a sequence, SDPA over the
 filled part of the cache, query heads grouped by reshape. Masks are made once a request (4-D, passed through by
 transformers as they are), None where nothing is padded.
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from pdq_tui.engine import prefill_native
 from pdq_tui.errors import UnfitError
 
 PREFILL: Final = "pdq_prefill"
@@ -44,6 +45,8 @@ def prefill_attention(
 ) -> tuple[Tensor, None]:
     """query [B, H, q, D], key and value [B, Hkv, q, D], mask bool [B, 1, q, q] or None → [B, q, H, D]."""
     _refuse(kwargs)
+    if attention_mask is None and prefill_native.possible(query, key, value):
+        return prefill_native.causal(query, key, value, scaling, None), None
     grouped = query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(
         query,

@@ -5,7 +5,7 @@
 
 #include <omp.h>
 
-#include "wide.h"
+#include "prefill.h"
 
 namespace {
 
@@ -273,15 +273,39 @@ Tensor int4(Tensor x, Tensor w, Tensor scales, int64_t group) {
   return out;
 }
 
+// -- attention over a prompt ------------------------------------------------------------------------------------------
+
+#ifdef PDQ_PREFILL
+// q [B, H, P, D], k and v [B, heads, P, D] of bf16, D contiguous → [B, P, H, D]. window: positions that a query sees.
+Tensor causal(Tensor q, Tensor k, Tensor v, double scaling, int64_t window) {
+  for (const Tensor* t : {&q, &k, &v})
+    expect(t->dim() == 4 && t->scalar_type() == ScalarType::BFloat16 && t->stride(3) == 1, "[B, heads, P, D] of bf16, D contiguous, is expected");
+  const int64_t B = q.size(0), H = q.size(1), P = q.size(2), D = q.size(3), heads = k.size(1);
+  for (const Tensor* t : {&k, &v})
+    expect(t->size(0) == B && t->size(1) == heads && t->size(2) == P && t->size(3) == D, "keys and values of the queries' positions are expected");
+  expect(H % heads == 0 && D % 32 == 0 && window > 0 && P <= INT32_MAX, "heads of a multiple of 32, and a window");
+  Tensor out = torch::stable::new_empty(q, {B, P, H, D});
+  const auto view = [](const Tensor& t) { return wide::Heads{data<const bf16>(t), t.stride(0), t.stride(1), t.stride(2)}; };
+  wide::attend_prompt(view(q), view(k), view(v), B, H, heads, P, D, static_cast<float>(scaling), std::min(window, P), data<bf16>(out));
+  return out;
+}
+#endif
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(pdq_native, m) {
+#ifdef PDQ_PREFILL
+  m.def("causal(Tensor q, Tensor k, Tensor v, float scaling, int window) -> Tensor");
+#endif
   m.def("dense(Tensor x, Tensor w) -> Tensor");
   m.def("int8(Tensor x, Tensor w, Tensor scales, bool tokens) -> Tensor");
   m.def("int4(Tensor x, Tensor w, Tensor scales, int group) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pdq_native, CPU, m) {
+#ifdef PDQ_PREFILL
+  m.impl("causal", TORCH_BOX(&causal));
+#endif
   m.impl("dense", TORCH_BOX(&dense));
   m.impl("int8", TORCH_BOX(&int8));
   m.impl("int4", TORCH_BOX(&int4));
