@@ -11,6 +11,7 @@ COMMANDS: Final = {
     "report": "report",
     "policies": "policies",
     "snapshots": "snapshots",
+    "trace": "trace",
     "doctor": "doctor",
     "where": "where",
     "config": "settings",

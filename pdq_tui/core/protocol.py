@@ -34,6 +34,7 @@ from pdq_tui.core.messages.commands import (
     Shutdown,
     StartLoop,
     Stop,
+    Trace,
     Watch,
 )
 from pdq_tui.core.messages.events import (
@@ -68,6 +69,7 @@ from pdq_tui.core.messages.facts import (
     WeightsInfo,
 )
 from pdq_tui.core.messages.own import SnapshotSaved, WorkerExited, WorkerStarted
+from pdq_tui.core.messages.profiles import KernelTime, StageTrace, Traced
 from pdq_tui.core.messages.readings import CpuSample, GpuSample, SensorSample, SensorState
 
 __all__ = [
@@ -88,6 +90,7 @@ __all__ = [
     "GpuSample",
     "Hello",
     "Interleave",
+    "KernelTime",
     "KvInfo",
     "LeftModule",
     "Load",
@@ -115,9 +118,12 @@ __all__ = [
     "Shutdown",
     "SnapshotSaved",
     "StageSample",
+    "StageTrace",
     "StartLoop",
     "Stop",
     "TaskEnded",
+    "Trace",
+    "Traced",
     "UnknownTypeError",
     "VersionError",
     "Watch",

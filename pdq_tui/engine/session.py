@@ -14,7 +14,7 @@ from pdq_tui.core import prompts as prompt_sets
 from pdq_tui.core import protocol as p
 from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.policy import Policy
-from pdq_tui.engine import faults, native, quality
+from pdq_tui.engine import faults, native, quality, trace
 from pdq_tui.engine.bench import Bench, Control
 from pdq_tui.engine.cancel import Cancelled, check
 from pdq_tui.engine.channel import Inbox
@@ -66,6 +66,9 @@ class Session:
                     self._run(number, lambda bench, control: bench.loop(command, control))
                 case p.RunBlocks():
                     self._run_blocks(number, command)
+                case p.Trace():
+                    stage = "trace"
+                    self._trace(number, command)
                 case p.Score():
                     self._run(number, lambda bench, control: self._score(bench, control, command))
                 case _:
@@ -325,10 +328,41 @@ class Session:
             done += 1
         self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
 
+    def _trace(self, number: int, command: p.Trace) -> None:
+        """A burst beside everything that is measured: a block around it is given up."""
+        try:
+            if (
+                self.bench is None
+                or self.bench.prepared is None
+                or self.device is None
+                or self.staged is None
+            ):
+                raise UsageError("there is no model and workload to profile yet")
+            bench, prepared = self.bench, self.bench.prepared
+            arm = bench.arm(command.arm)
+            bench.disturbed()
+            with self._task("trace", command.arm):
+                done = trace.trace(
+                    self.device,
+                    arm,
+                    prepared.batches[0],
+                    prepared.capacity,
+                    command.steps,
+                    Path(command.folder) if command.folder else None,
+                    self.staged.kernels,
+                    self._progress("trace", ""),
+                    lambda: self.inbox.cancelled(number),
+                )
+        except Cancelled:
+            done = p.Traced(arm=command.arm, policy="", failed="cancelled")
+        except PdqError as error:
+            done = p.Traced(arm=command.arm, policy="", failed=error.message)
+        self.send(done)
+
     def _between(self) -> bool:
-        """Carry out the arms and workloads that wait; True where something else waits, which ends the loop."""
+        """Carry out the arms, workloads and bursts that wait; True where something else waits, which ends the loop."""
         while (waiting := self.inbox.peek()) is not None:
-            if not isinstance(waiting, (p.SetArm, p.SetWorkload)):
+            if not isinstance(waiting, (p.SetArm, p.SetWorkload, p.Trace)):
                 return True
             taken = self.inbox.next()
             if taken is None:

@@ -130,6 +130,12 @@ class Conversation:
         self._ended(command, lambda e: found.append(e) if isinstance(e, p.Scored) else None)
         return found
 
+    def trace(self, command: p.Trace) -> p.Traced:
+        """Kernels of one burst; what failed is in it."""
+        self._supervisor.send(command)
+        done: p.Traced = self._until(p.Traced, lambda e: bool(e.arm == command.arm))
+        return done
+
     def _ended(self, command: p.Message, seen: Callable[[Any], object] = lambda e: None) -> p.RunEnded:
         self._supervisor.send(command)
         ended: p.RunEnded = self._until(p.RunEnded, seen=seen)

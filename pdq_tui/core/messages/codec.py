@@ -33,6 +33,7 @@ from pdq_tui.core.messages.events import (
     WorkloadRefused,
 )
 from pdq_tui.core.messages.own import SnapshotSaved, WorkerExited, WorkerStarted
+from pdq_tui.core.messages.profiles import Traced
 from pdq_tui.core.messages.readings import SensorSample, SensorState
 from pdq_tui.errors import PdqError
 
@@ -50,6 +51,7 @@ Event = (
     | StageSample
     | Request
     | Scored
+    | Traced
     | RunEnded
     | Note
     | Failure
