@@ -246,6 +246,7 @@ def arm_document(facts: Facts, label: str) -> Json:
             )
             wasted = [r.bytes_per_step_wasted for r in used if r.bytes_per_step_wasted is not None]
             put(part, "bytes_per_step_wasted", max(wasted, default=None), "not counted")
+        _put_work(part, stage, used)
         put(part, "energy_j_per_token", None, _NO_ENERGY)
         _put_bytes(part, "peak_bytes", stats[f"{stage}_peak_bytes"])
         covered = ready.coverage.get(stage) if ready else None
@@ -310,6 +311,16 @@ def _trace(t: Traced) -> Json:
 def _only(facts: Facts) -> bool:
     """Whether one arm under one policy was all that the engine ever held."""
     return len(facts.labels()) <= 1 and len({r.policy_digest for r in facts.requests}) <= 1
+
+
+def _put_work(part: Json, stage: str, used: Sequence[Request]) -> None:
+    """Bytes and FLOPs of one pass, of the last request that counted: what a roofline is drawn from."""
+    done = [r for r in used if (r.prefill_flops if stage == "prefill" else r.decode_flops)]
+    last = done[-1] if done else None
+    flops = None if last is None else last.prefill_flops if stage == "prefill" else last.decode_flops
+    put(part, "flops", dict(flops) if flops else None, "no pass was counted")
+    if stage == "prefill":
+        put(part, "bytes", last.prefill_bytes if last else None, "no pass was counted")
 
 
 def _put_summary(into: Json, key: str, s: Summary) -> None:

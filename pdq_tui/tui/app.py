@@ -54,6 +54,7 @@ class LiveLike(Protocol):
     def interleave(self, on: bool) -> None: ...
     def start_loop(self) -> None: ...
     def stop(self) -> None: ...
+    def trace(self, arm: str, steps: int = 4) -> None: ...
     def restart_engine(self) -> None: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
@@ -96,6 +97,12 @@ def _policies() -> Screen[Any]:
     return PoliciesScreen()
 
 
+def _kernels() -> Screen[Any]:
+    from pdq_tui.tui.kernels import KernelsScreen
+
+    return KernelsScreen()
+
+
 def _log() -> Screen[Any]:
     from pdq_tui.tui.log import LogScreen
 
@@ -118,7 +125,7 @@ class PdqApp(App[int]):
     TITLE = "pdq"
     #: Made when first shown, then kept with what they hold.
     SCREENS: ClassVar[dict[str, Callable[[], Screen[Any]]]] = {
-        "live": LiveScreen, "compare": _compare, "policies": _policies, "log": _log,
+        "live": LiveScreen, "compare": _compare, "policies": _policies, "kernels": _kernels, "log": _log,
     }  # fmt: skip
     BINDINGS: ClassVar[list[BindingType]] = list(keys.APP)
     COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {_palette}
@@ -278,6 +285,11 @@ class PdqApp(App[int]):
         if isinstance(screen, LiveScreen):
             await self.run_action(action, screen)
 
+    async def run_on_kernels(self, action: str) -> None:
+        """Do one of the kernels screen's actions from wherever the palette was opened."""
+        await self.action_go("kernels")
+        await self.run_action(action, self.screen)
+
     def _redraw(self) -> None:
         if isinstance(self.screen, LiveScreen):
             self.screen.redraw(charts=False)
@@ -374,7 +386,7 @@ def _with_source(load: Load, source: Path) -> Load:
 
 def known_ids() -> list[str]:
     """Ids of every key binding of the app and its screens: what ``[keys]`` may name."""
-    from pdq_tui.tui import ask, compare, compare_detail, export, lines, log, page, policies
+    from pdq_tui.tui import ask, compare, compare_detail, export, kernels, lines, log, page, policies
     from pdq_tui.tui import help as helping
 
     found = [*keys.ids(keys.APP), *keys.ids(keys.LIVE)]
@@ -387,6 +399,7 @@ def known_ids() -> list[str]:
         export.ExportDialog,
         helping.HelpScreen,
         lines.LineList,
+        kernels.KernelsScreen,
         log.LogScreen,
         page.Page,
         policies.PoliciesScreen,

@@ -55,6 +55,11 @@ class PdqCommands(Provider):
                 partial(self.pdq.run_on_live, binding.action),
             )
         if not readonly:
+            yield (
+                "Kernels: profile a burst",
+                "one prefill and four decode steps of the active arm, apart from all figures",
+                partial(self.pdq.run_on_kernels, "trace"),
+            )
             yield from self._policies()
         for theme in sorted(self.pdq.available_themes):
             yield f"Theme: {theme}", "colours of the screen", partial(self.pdq.set_theme, theme)
