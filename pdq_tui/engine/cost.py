@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdq_tui.core.roofline import Op, StageCost, linear, merged
+from pdq_tui.engine.census import Census
 from pdq_tui.engine.formats.packed import DTYPE_NAMES
 from pdq_tui.engine.kv import KvShape
-from pdq_tui.engine.plan import Census, Placement
+from pdq_tui.engine.plan import Placement
 
 
 class CostModel:
     """Bytes and FLOPs of prefill and of one decode step for one model."""
 
-    def __init__(
-        self, census: Census, kv: KvShape, hidden: int, experts: int, experts_per_token: int
-    ) -> None:
+    def __init__(self, census: Census, kv: KvShape, hidden: int) -> None:
         self.census, self.kv, self.hidden = census, kv, hidden
-        self.experts, self.experts_per_token = experts, experts_per_token
         self.dtype = DTYPE_NAMES[kv.dtype]
         fused = sum(f.nbytes for f in census.fused)
         #: norms, biases, position tables' single rows: read once a pass.
@@ -29,13 +27,13 @@ class CostModel:
             arithmetic = p.candidate.arithmetic
             if arithmetic == "model":
                 arithmetic = DTYPE_NAMES[p.spec.stored_dtype] if p.spec.fmt.dense else self.dtype
-            rows = sequences if p.layer.head else tokens
-            kind = "head" if p.layer.head else "linear"
-            ops.append(
-                linear(
-                    f"{kind} {p.layer.N}x{p.layer.K}", p.layer.N, p.layer.K, rows, p.spec.nbytes, arithmetic
-                )
-            )
+            layer, rows, read = p.layer, sequences if p.layer.head else tokens, p.spec.nbytes
+            kind = "head" if layer.head else "linear"
+            if layer.experts:
+                kind, rows = "experts", tokens * layer.routed
+                # at most this many distinct ones; exact for one token
+                read = read * min(layer.experts, rows) // layer.experts
+            ops.append(linear(f"{kind} {layer.N}x{layer.K}", layer.N, layer.K, rows, read, arithmetic))
         return ops
 
     def _rest(self, tokens: int) -> list[Op]:
@@ -44,13 +42,9 @@ class CostModel:
             Op("embedding", tokens * self.hidden * size, 0.0, self.dtype),
             Op("norms and biases", self.small_bytes, 0.0, self.dtype),
         ]
-        for f in self.census.fused:
-            share, work = 1.0, 1.0
-            if self.experts and "expert" in f.reason:
-                # at most this many distinct experts; exact for one token
-                share = min(self.experts, tokens * self.experts_per_token) / self.experts
-                work = self.experts_per_token / self.experts
-            ops.append(Op("experts", int(f.nbytes * share), 2.0 * f.parameters * work * tokens, self.dtype))
+        ops += [
+            Op("other weights", f.nbytes, 2.0 * f.parameters * tokens, self.dtype) for f in self.census.fused
+        ]
         return ops
 
     def _attention(self, positions: int, pairs: float) -> Op:

@@ -22,24 +22,23 @@ from pdq_tui import locations
 from pdq_tui.core.kernels import Capability, KernelTable
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.protocol import Coverage, Fallback, KvInfo, WeightsInfo
-from pdq_tui.engine import attention
+from pdq_tui.engine import attention, experts
+from pdq_tui.engine.census import Layer, take_census
 from pdq_tui.engine.checkpoint import Masters
 from pdq_tui.engine.cost import CostModel
 from pdq_tui.engine.formats.native import OPS
-from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec
+from pdq_tui.engine.formats.packed import DTYPE_NAMES, PackedStack, Spec
 from pdq_tui.engine.formats.unpack import Scratch
 from pdq_tui.engine.generation import Generation
 from pdq_tui.engine.kernels import Prober, capability
 from pdq_tui.engine.kv import KvCache, KvShape
 from pdq_tui.engine.layers import RECORD_AFTER, LayerCompiler, UncompiledError
 from pdq_tui.engine.plan import (
-    Layer,
     Placement,
     Plan,
     Planner,
     coverage_of,
     fallbacks_of,
-    take_census,
     warnings_of,
     weights_of,
 )
@@ -84,6 +83,7 @@ class StagedModel:
         layers: str = "eager",
     ) -> None:
         attention.register()
+        experts.register()
         self.skeleton, self.device = skeleton, device
         self.census = take_census(skeleton)
         self.window = _window(skeleton)
@@ -95,7 +95,7 @@ class StagedModel:
         self.planner = Planner(self.census, self.dtype, kernels, self.capability, self.prober.broken)
         parameters = dict(skeleton.named_parameters(remove_duplicate=False))
         own = {
-            layer.parameter: parameters[layer.parameter].detach()
+            layer.name: parameters[layer.parameter].detach()
             for layer in self.census.layers
             if parameters[layer.parameter].device == device.torch_device
         }
@@ -103,14 +103,7 @@ class StagedModel:
         self.store = WeightStore(masters, device.torch_device, budget_bytes, own)
         self.kv = KvShape(skeleton.config, self.dtype)
         config = skeleton.config.get_text_config()
-        experts = int(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0)
-        self.costs = CostModel(
-            self.census,
-            self.kv,
-            int(config.hidden_size),
-            experts,
-            int(getattr(config, "num_experts_per_tok", None) or 1),
-        )
+        self.costs = CostModel(self.census, self.kv, int(config.hidden_size))
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.rotary = getattr(config, "rope_parameters", None) is not None
         self.scratch = Scratch()
@@ -301,9 +294,13 @@ class StagedModel:
         return attention.PREFILL_FLOAT32 if slow else attention.PREFILL
 
     def _linear(self, p: Placement) -> nn.Module:
-        bias = self._parameters.get(f"{p.layer.name}.bias")
         packed = self.store.get((p.layer.name, p.spec.key))
-        layer: nn.Module = OPS[p.candidate.op](packed, None if bias is None else bias.detach(), self.scratch)
+        make = OPS[p.candidate.op]
+        if isinstance(packed, PackedStack):
+            parts = [make(part, None, self.scratch).eval() for part in packed.parts]
+            return experts.ExpertLinears(parts, p.layer.N)
+        bias = self._parameters.get(f"{p.layer.name}.bias")
+        layer: nn.Module = make(packed, None if bias is None else bias.detach(), self.scratch)
         return layer.eval()
 
     def cache(self, batch: int, capacity: int) -> KvCache:

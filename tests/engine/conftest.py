@@ -133,6 +133,12 @@ class DictMasters:
         self.taken.append(name)
         return self._tensors[name]
 
+    def part(self, name: str, index: int) -> torch.Tensor:
+        return self.get(name)[index]
+
+    def shared(self, name: str) -> bool:
+        return True
+
 
 @pytest.fixture(scope="session")
 def load_tiny() -> Callable[..., tuple[PreTrainedModel, DictMasters]]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdq_tui.engine.cancel import check
-from pdq_tui.engine.formats.packed import Packed, Spec
+from pdq_tui.engine.formats.packed import Packed, PackedStack, Spec
 from pdq_tui.engine.formats.rows import nibbles_by_rows
 
 #: Elements quantized between two looks at the cancel flag; rows are taken in multiples of the packed row block.
@@ -29,20 +29,45 @@ def row_slices(N: int, k: int) -> Iterator[slice]:
 
 
 @torch.no_grad()
-def pack(spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool]) -> Packed:
+def pack(
+    spec: Spec,
+    master: Tensor,
+    device: torch.device,
+    cancelled: Callable[[], bool],
+    shared: bool = False,
+) -> Packed:
     """Pack ``master`` [N, K] (any device) for ``device``. Raises Cancelled; a weight that is not finite stays so in its
-    scale, so that it shows in the logits instead of vanishing."""
+    scale, so that it shows in the logits instead of vanishing.
+
+    shared  the master is memory that stays anyway, so a dense weight that is used as it is costs nothing.
+    """
     if spec.fmt.dense:
-        return _pack_dense(spec, master, device, cancelled)
+        return _pack_dense(spec, master, device, cancelled, shared)
     if spec.fmt.weights == "int8":
         return _pack_int8(spec, master, device, cancelled)
     return _pack_int4(spec, master, device, cancelled)
 
 
-def _pack_dense(spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool]) -> Packed:
+def pack_stack(
+    spec: Spec,
+    master: Callable[[int], Tensor],
+    device: torch.device,
+    cancelled: Callable[[], bool],
+    shared: bool = False,
+) -> PackedStack:
+    """Pack ``spec.stack`` matrices; ``master(i)`` gives [N, K] of one when it is its turn. Raises Cancelled."""
+    one = spec.one
+    return PackedStack(
+        spec, tuple(pack(one, master(i), device, cancelled, shared) for i in range(spec.stack))
+    )
+
+
+def _pack_dense(
+    spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool], shared: bool
+) -> Packed:
     check(cancelled)
     if master.device == device and master.dtype == spec.stored_dtype and master.is_contiguous():
-        return Packed(spec, master, ours=False)
+        return Packed(spec, master, ours=not shared)
     out = torch.empty((spec.N, spec.K), dtype=spec.stored_dtype, device=device)
     for rows in row_slices(spec.N, spec.K):
         check(cancelled)

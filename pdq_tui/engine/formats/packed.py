@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from pdq_tui.core.formats import Format, packed_bytes
 @dataclass(frozen=True)
 class Spec:
     """How one weight [N, K] is stored. ``k`` ≥ K where columns of zeros are added; ``dtype`` is the model's (of scales,
-    and of dense weights unless the format names another); ``layout`` of ``core.kernels.LAYOUTS``."""
+    and of dense weights unless the format names another); ``layout`` of ``core.kernels.LAYOUTS``; ``stack``: 0, or how
+    many matrices [N, K] (a mixture's experts) are stored alike, each by itself."""
 
     fmt: Format
     layout: str
@@ -21,6 +22,12 @@ class Spec:
     K: int
     k: int
     dtype: torch.dtype
+    stack: int = 0
+
+    @property
+    def one(self) -> Spec:
+        """The spec of one matrix of a stack."""
+        return replace(self, stack=0)
 
     @property
     def key(self) -> str:
@@ -37,7 +44,7 @@ class Spec:
     @property
     def nbytes(self) -> int:
         """Exact: packed weights and their scales and zero points."""
-        return packed_bytes(self.fmt, self.N, self.k, self.dtype.itemsize)
+        return packed_bytes(self.fmt, self.N, self.k, self.dtype.itemsize) * max(1, self.stack)
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,23 @@ class Packed:
     def __post_init__(self) -> None:
         total = self.weight.nbytes + (self.scales.nbytes if self.scales is not None else 0)
         object.__setattr__(self, "nbytes", total)
+
+
+@dataclass(frozen=True)
+class PackedStack:
+    """The matrices of a mixture's experts, each packed by itself."""
+
+    spec: Spec
+    parts: tuple[Packed, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def ours(self) -> bool:
+        """False where every tensor belongs to the model itself."""
+        return any(part.ours for part in self.parts)
 
 
 DTYPE_NAMES = {
