@@ -100,9 +100,7 @@ def take_census(model: PreTrainedModel) -> Census:
     )
 
 
-def _layer(
-    name: str, module: nn.Module, leaf: str, parameter: torch.Tensor, routed: int
-) -> Layer | None:
+def _layer(name: str, module: nn.Module, leaf: str, parameter: torch.Tensor, routed: int) -> Layer | None:
     """The layer whose weight ``parameter`` is, None where it is none's."""
     if isinstance(module, (nn.Linear, Conv1D)) and leaf == "weight":
         conv1d = isinstance(module, Conv1D)

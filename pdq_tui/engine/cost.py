@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 from pdq_tui.core.roofline import Op, StageCost, linear, merged
 from pdq_tui.engine.census import Census
@@ -47,26 +48,39 @@ class CostModel:
         ]
         return ops
 
-    def _attention(self, positions: int, pairs: float) -> Op:
-        """``positions`` whose keys and values are read, over the batch; ``pairs`` of query and key."""
+    def _attention(self, positions: Callable[[int], int], pairs: Callable[[int], float]) -> list[Op]:
+        """One operator a layer. ``positions``: whose keys and values are read, over the batch, by how far back the layer
+        sees; ``pairs`` of query and key, likewise."""
         kv = self.kv
         size = 2 * kv.kv_heads * kv.head_dim * kv.dtype.itemsize
-        return Op("attention", positions * size, 4.0 * kv.heads * kv.head_dim * pairs, self.dtype, kv.layers)
+        return [
+            Op("attention", positions(sight) * size, 4.0 * kv.heads * kv.head_dim * pairs(sight), self.dtype)
+            for sight in (window or sys.maxsize for window in kv.windows)
+        ]
 
     def prefill(self, placements: Sequence[Placement], lengths: Sequence[int]) -> StageCost:
         """``lengths``: real prompt tokens of each sequence; padding is no work that had to be done."""
         tokens = sum(lengths)
-        pairs = sum(n * (n + 1) / 2 for n in lengths)
+
+        def pairs(sight: int) -> float:
+            # query n sees min(n, sight) positions
+            return sum((m := min(n, sight)) * (m + 1) / 2 + (n - m) * m for n in lengths)
+
         ops = [
             *self._linears(placements, tokens, len(lengths)),
             *self._rest(tokens),
-            self._attention(tokens, pairs),
+            *self._attention(lambda _: tokens, pairs),
         ]
         return StageCost(merged(ops))
 
-    def step(self, placements: Sequence[Placement], contexts: Sequence[int], padded: int) -> StageCost:
-        """One token a sequence over ``contexts`` real positions, the new one included; ``padded``: columns of padding
-        that the step reads beside them, over the batch."""
-        B, positions = len(contexts), sum(contexts)
-        ops = [*self._linears(placements, B, B), *self._rest(B), self._attention(positions, positions)]
-        return StageCost(merged(ops), padded * self.kv.bytes_per_token)
+    def step(self, placements: Sequence[Placement], contexts: Sequence[int], length: int) -> StageCost:
+        """One token a sequence over ``contexts`` real positions, the new one included; ``length``: positions of every
+        row, padding included: what a step reads of the padding is wasted."""
+        B, kv = len(contexts), self.kv
+
+        def positions(sight: int) -> int:
+            return sum(min(n, sight) for n in contexts)
+
+        ops = [*self._linears(placements, B, B), *self._rest(B), *self._attention(positions, positions)]
+        read = sum(min(length, window or length) * B - positions(window or length) for window in kv.windows)
+        return StageCost(merged(ops), read * kv.bytes_per_token // kv.layers)

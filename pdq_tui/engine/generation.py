@@ -92,8 +92,9 @@ class Generation:
 
     def step_cost(self) -> StageCost:
         """Bytes and FLOPs of the next step, at the cache's current length."""
-        contexts = [self.length + 1 - pad for pad in self._pads]
-        return self._arm.owner.costs.step(self._decode.placements, contexts, sum(self._pads))
+        length = self.length + 1
+        contexts = [length - pad for pad in self._pads]
+        return self._arm.owner.costs.step(self._decode.placements, contexts, length)
 
     def bytes_per_step(self) -> int:
         return self.step_cost().bytes

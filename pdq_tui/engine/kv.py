@@ -18,6 +18,16 @@ from pdq_tui.engine.formats.packed import DTYPE_NAMES
 from pdq_tui.errors import UsageError
 
 
+def windows_of(config: Any) -> tuple[int | None, ...]:
+    """By layer, over how many positions its attention slides; None where it sees all. From a text config."""
+    layers = int(config.num_hidden_layers)
+    window = getattr(config, "sliding_window", None)
+    if window is None or getattr(config, "use_sliding_window", True) is False:
+        return (None,) * layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
 class KvShape:
     """Layers, heads and head size of a model's cache, read from its config."""
 
@@ -27,6 +37,7 @@ class KvShape:
         self.heads = int(text.num_attention_heads)
         self.kv_heads = int(getattr(text, "num_key_value_heads", None) or self.heads)
         self.head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // self.heads)
+        self.windows = windows_of(text)
         self.dtype = dtype
 
     @property

@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from pdq_tui import locations
 from pdq_tui.core.protocol import Load, ModelInfo
 from pdq_tui.engine import convert, hub
-from pdq_tui.engine.census import packable
 from pdq_tui.engine.cancel import check, interruptible
+from pdq_tui.engine.census import packable
 from pdq_tui.engine.checkpoint import Checkpoint, HeldMasters, MappedMasters, Masters, inspect
 from pdq_tui.engine.device import Device
 from pdq_tui.errors import PdqError, UsageError

@@ -166,9 +166,7 @@ class Planner:
         choice = self.table.choose(dense, layer.N, layer.K, rows, DTYPE_NAMES[self.dtype], self.capability)
         if choice.candidate is None:
             raise UnfitError(f"{layer.name}: nothing multiplies it here: {'; '.join(choice.reasons)}")
-        spec = Spec(
-            dense, choice.candidate.layout, layer.N, layer.K, layer.K, self.dtype, layer.experts
-        )
+        spec = Spec(dense, choice.candidate.layout, layer.N, layer.K, layer.K, self.dtype, layer.experts)
         return Placement(layer, stage, rows, wanted, spec, choice.candidate, reason, reason)
 
 

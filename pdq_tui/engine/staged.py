@@ -86,7 +86,7 @@ class StagedModel:
         experts.register()
         self.skeleton, self.device = skeleton, device
         self.census = take_census(skeleton)
-        self.window = _window(skeleton)
+        _check_fit(skeleton, attention_name)
         self.capability: Capability = capability(device)
         embedding = skeleton.get_input_embeddings()
         assert isinstance(embedding.weight, Tensor)
@@ -407,11 +407,6 @@ class StagedArm:
         than the model has.
         """
         owner = self.owner
-        if owner.window is not None and capacity > owner.window:
-            raise UsageError(
-                f"this model's attention slides over {owner.window} positions; {capacity} were asked for",
-                f"prompt and output together may have {owner.window} tokens here",
-            )
         if not owner.rotary and owner.max_positions is not None and capacity > owner.max_positions:
             raise UsageError(f"this model has {owner.max_positions} positions, {capacity} were asked for")
         owner.compiler.settle()
@@ -422,18 +417,21 @@ def _wanted(by_stage: dict[Stage, list[Placement]]) -> dict[Key, tuple[Layer, Sp
     return {(p.layer.name, p.spec.key): (p.layer, p.spec) for stage in STAGES for p in by_stage[stage]}
 
 
-def _window(model: PreTrainedModel) -> int | None:
-    """The sliding window that limits this model's requests here, None without one. Raises UnfitError for layers that keep
-    another kind of state than keys and values."""
+def _check_fit(model: PreTrainedModel, attention_name: str) -> None:
+    """Raises UnfitError for layers that keep another kind of state than one pair of keys and values each, and for
+    attention that would leave out what the model asks for."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    other = kinds - {"full_attention", "sliding_attention"}
-    if other or getattr(config, "is_encoder_decoder", False):
-        what = ", ".join(sorted(other)) or "an encoder"
-        raise UnfitError(f"this model has layers of kind {what}, which this engine does not run")
-    window = getattr(config, "sliding_window", None)
-    if window is None or getattr(config, "use_sliding_window", True) is False:
-        return None
-    if getattr(config, "layer_types", None) and "sliding_attention" not in kinds:
-        return None
-    return int(window)
+    other = sorted(kinds - {"full_attention", "sliding_attention"})
+    if getattr(config, "is_encoder_decoder", False):
+        other.append("an encoder")
+    if getattr(config, "kv_lora_rank", None):
+        other.append("compressed keys and values (MLA)")
+    if getattr(config, "num_kv_shared_layers", None):
+        other.append("keys and values shared between layers")
+    if other:
+        raise UnfitError(f"this model has {', '.join(other)}, which this engine does not run")
+    if attention_name == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
+        raise UnfitError(
+            "this model caps its attention scores, which sdpa leaves out", "use attention pdq or eager"
+        )

@@ -10,8 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from pdq_tui.engine.checkpoint import Masters
 from pdq_tui.engine.census import Layer
+from pdq_tui.engine.checkpoint import Masters
 from pdq_tui.engine.formats.pack import pack, pack_stack
 from pdq_tui.engine.formats.packed import Packed, PackedStack, Spec
 from pdq_tui.errors import UnfitError
@@ -68,9 +68,7 @@ class WeightStore:
         """True where the dense weight is the master (or the model's own tensor) itself and costs nothing."""
         if not spec.fmt.dense or spec.stored_dtype != spec.dtype or layer.conv1d:
             return False
-        return layer.name in self._own or (
-            self.device.type == "cpu" and self.masters.shared(layer.parameter)
-        )
+        return layer.name in self._own or (self.device.type == "cpu" and self.masters.shared(layer.parameter))
 
     def check_fit(self, new_bytes: int, live: Iterable[Key], free_bytes: int | None) -> None:
         """Make room under the budget by dropping what no live arm uses. Raises UnfitError before anything is packed."""
