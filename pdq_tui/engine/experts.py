@@ -91,7 +91,8 @@ def forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Ten
         x = module.post_expert_norm(x)
     x = x * weights.reshape(-1)[order][:, None]
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return x[back].view(tokens, each, -1).sum(1).to(hidden.dtype)
+    out: Tensor = x[back].view(tokens, each, -1).sum(1).to(hidden.dtype)
+    return out
 
 
 def register() -> None:

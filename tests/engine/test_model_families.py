@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from pdq_tui.errors import UnfitError
 from tests.engine.conftest import DictMasters
 from tests.engine.families import EXPERTS, FAMILIES, SLIDING, rounded, save_family
 from tests.engine.test_model_staged import Cpu, ids_of, run
+
+pytestmark = pytest.mark.usefixtures("shared_home")
 
 PROMPT, NEW = 13, 6
 
@@ -72,16 +75,19 @@ def test_dense_tokens_and_logits_are_those_of_generate(name, family) -> None:
 @pytest.mark.parametrize("policy", ["int8", "w8a8", "int4"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_Q02_each_format_agrees_with_the_familys_forward_on_its_weights(name, policy, family) -> None:
-    path, ids = family(name), ids_of(1, PROMPT)
-    tokens, logits = run(arm_of(staged_of(path), policy), ids, NEW)
-    wanted = forward(rounded(load(path), find_policy(policy), "prefill"), ids, tokens)
-    plain = forward(load(path), ids, tokens)
-    effect, error = ((a - wanted).norm(dim=(1, 2)) for a in (plain, logits))
-    # what is rounded shows, and what is left beside it is float32's own
-    assert (effect > 1e-3 * plain.norm(dim=(1, 2))).all()
-    assert (error / effect).median() < 0.01
-    # an activation between two steps of its grid may fall to the other side
-    assert (error < (0.5 if policy == "w8a8" else 0.01) * effect).all()
+    path = family(name)
+    arm = arm_of(staged_of(path), policy)
+    reference, plain = rounded(load(path), find_policy(policy), "prefill"), load(path)
+    shares = []
+    # An activation between two steps of its grid may fall to the other side, in one prompt of twenty.
+    for seed in range(5 if policy == "w8a8" else 1):
+        ids = ids_of(1, PROMPT, seed)
+        tokens, logits = run(arm, ids, NEW)
+        wanted = forward(reference, ids, tokens)
+        effect = (forward(plain, ids, tokens) - wanted).norm(dim=(1, 2))
+        assert (effect > 1e-3 * wanted.norm(dim=(1, 2))).all(), "what is rounded shows"
+        shares.append(float(((logits - wanted).norm(dim=(1, 2)) / effect).max()))
+    assert median(shares) < 0.01, shares
 
 
 @pytest.mark.parametrize("policy", ["int8", "w8a8", "int4"])

@@ -1,6 +1,5 @@
 """The staged model on tiny models in float32: stages, padding, coverage, bytes, caching."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,6 +16,8 @@ from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.staged import StagedModel
 from pdq_tui.engine.weights import HEADROOM_BYTES
 from pdq_tui.errors import PdqError, UnfitError, UsageError
+
+pytestmark = pytest.mark.usefixtures("shared_home")
 
 UNIFORM = ("bf16", "int8", "w8a8", "int4")
 STAGED = ("w8a8-prefill-int4-decode", "w8a8-prefill-int8-decode", "int4-prefill-bf16-decode")
@@ -35,13 +36,6 @@ class Cpu:
 
     def empty_cache(self, mapped: object = ()) -> None:
         pass
-
-
-@pytest.fixture(scope="session", autouse=True)
-def probes_in_a_folder_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PDQ_HOME", str(tmp_path_factory.mktemp("home")))
-        yield
 
 
 @pytest.fixture
