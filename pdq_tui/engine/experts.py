@@ -56,10 +56,10 @@ class ExpertLinears(nn.Module):
     def __init__(self, linears: Sequence[Callable[[Tensor], Tensor]], features: int) -> None:
         super().__init__()
         self.linears, self.features = tuple(linears), features
-        self._key = next(_numbers)
-        _known[self._key] = self
+        number = next(_numbers)
+        _known[number] = self
         # On the CPU whatever the device is: reading it must not wait for the device.
-        self.register_buffer("number", torch.tensor(self._key), persistent=False)
+        self.register_buffer("number", torch.tensor(number), persistent=False)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [S, K] sorted by expert, counts int64 [E] → [S, N]."""

@@ -302,6 +302,8 @@ class CompiledLayer(nn.Module):
         self._program, self._paths = program, tuple(call.paths)
         self._shapes = [tensor.shape for tensor in call.inputs]
         self._fixed = (torch.tensor(call.slot), *call.tensors)
+        # Experts are found by number as long as they live: not a submodule, but not let go either.
+        self._stands_for = (call.layer,)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = [_reach(args, kwargs, path) for path in self._paths]

@@ -22,12 +22,14 @@ def copy_shell(model: PreTrainedModel, linears: Mapping[str, nn.Module], attenti
     """
     modules: dict[int, nn.Module] = {}
     configs: dict[int, PreTrainedConfig] = {}
+    mixture = any(isinstance(module, experts.ExpertLinears) for module in linears.values())
 
     def config_copy(config: PreTrainedConfig) -> PreTrainedConfig:
         if id(config) not in configs:
             mine = copy.copy(config)
             mine._attn_implementation = attention
-            mine._experts_implementation = experts.NAME
+            if mixture:
+                mine._experts_implementation = experts.NAME
             configs[id(config)] = mine
         return configs[id(config)]
 
