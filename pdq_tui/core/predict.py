@@ -64,7 +64,11 @@ def predict(
     ``capability``: of the device that is meant, by default a plain CPU or compute capability 9.0."""
     stages, stored = _both(policy, shapes, table, prefill_rows, decode_rows, capability)
     total = sum(stored.values())
-    notes = [f"{len(shapes.fused)} fused weights (experts) stay as they are"] if shapes.fused else []
+    notes = (
+        [f"{len(shapes.fused)} weights outside linear layers (routers) stay as they are"]
+        if shapes.fused
+        else []
+    )
     notes.append("from shapes alone: the engine's plan with the real device has the last word")
     return Prediction(
         policy=policy.name,
@@ -138,7 +142,7 @@ def _stage(
             reason = "kept in the model's dtype by the policy or, as the head, unless named"
         if reason is not None:
             left.setdefault(reason, []).append(layer)
-        size = packed_bytes(used, layer.N, layer.K, shapes.dtype_bytes)
+        size = packed_bytes(used, layer.N, layer.K, shapes.dtype_bytes) * layer.experts
         formats[used.label] = formats.get(used.label, 0) + layer.parameters
         if not used.dense:
             converted += layer.parameters

@@ -120,11 +120,34 @@ def test_the_engine_finds_what_was_predicted(pdq: Pdq, tiny_model: Path) -> None
         assert p["stages"][stage]["converted_parameters"] == coverage[stage]["converted_parameters"]
 
 
-def test_fused_experts_are_counted_and_left(tmp_path: Path) -> None:
-    folder = model(tmp_path, SHAPES | {"model.layers.0.mlp.experts.gate_up_proj": [4, 64, 128]})
+@pytest.mark.parametrize("one_tensor", [True, False], ids=["one tensor", "a tensor each"])
+def test_experts_are_converted_and_routers_are_not(one_tensor: bool, tmp_path: Path) -> None:
+    """The same bytes whether the files hold the experts' matrices together or by themselves."""
+    at = "model.layers.0.mlp."
+    experts = (
+        {f"{at}experts.gate_up_proj": [4, 64, 128], f"{at}experts.down_proj": [4, 128, 32]}
+        if one_tensor
+        else {
+            f"{at}experts.{i}.{kind}.weight": [128, 32] if kind == "w2" else [32, 128]
+            for i in range(4)
+            for kind in ("w1", "w2", "w3")
+        }
+    )
+    folder = model(tmp_path, SHAPES | {f"{at}gate.weight": [4, 64]} | experts)
+    p = told(folder, find_policy("int8"))
+    stage = p.stages["decode"]
+    linear = 64 * 64 + 64 * 96 + 4 * (64 * 128 + 128 * 32)
+    assert stage.total_parameters == 128 * 64 + linear + 4 * 64
+    assert stage.converted_parameters == linear
+    assert stage.bytes == linear + 2 * (64 + 64 + 4 * (64 + 128))
+    assert any("1 weights outside linear layers" in note for note in p.notes)
+
+
+def test_a_tensor_that_no_layer_is_known_for_is_counted_and_left(tmp_path: Path) -> None:
+    folder = model(tmp_path, SHAPES | {"model.layers.0.mlp.mixer.weight": [4, 64, 128]})
     p = told(folder, find_policy("int8"))
     assert p.stages["decode"].total_parameters == 128 * 64 + 64 * 64 + 64 * 96 + 4 * 64 * 128
-    assert any("1 fused" in note for note in p.notes)
+    assert p.stages["decode"].converted_parameters == 64 * 64 + 64 * 96
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.kernels import load_kernels
+from pdq_tui.core.predict import predict
+from pdq_tui.core.shapes import read_shapes
 from pdq_tui.engine.staged import StagedArm, StagedModel
 from pdq_tui.errors import UnfitError
 from tests.engine.conftest import DictMasters
@@ -158,3 +160,19 @@ def test_a_layer_that_slides_by_config_but_does_not_say_so_is_refused(family) ->
     staged.skeleton.config.sliding_window = 8
     with pytest.raises(UnfitError, match="slides over 8 positions by its config and over None"):
         run(arm_of(staged, "bf16"), ids_of(1, PROMPT), 2)
+
+
+@pytest.mark.parametrize("policy", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["gpt2", "phi3", "qwen3_moe", "mixtral"])
+def test_what_is_predicted_from_headers_is_what_is_planned(name, policy, family) -> None:
+    path = family(name)
+    plan = staged_of(path).plan(find_policy(policy), (1, PROMPT))
+    table = load_kernels("cpu")
+    foreseen = predict(find_policy(policy), read_shapes(path), table, PROMPT, 1)
+    for stage, cover in plan.coverage.items():
+        told = foreseen.stages[stage]
+        assert (told.converted_parameters, told.total_parameters) == (
+            cover.converted_parameters,
+            cover.total_parameters,
+        )
+        assert told.bits_per_weight == plan.weights.bits_per_weight[stage]

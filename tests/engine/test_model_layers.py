@@ -68,9 +68,7 @@ def test_compiled_decode_of_a_padded_batch(make, tiny_llama) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "programs"), [("gpt2", 2), ("gemma2", 2), ("phi3", 1), ("qwen3_moe", 1)]
-)
+@pytest.mark.parametrize(("name", "programs"), [("gpt2", 2), ("gemma2", 2), ("phi3", 1), ("qwen3_moe", 1)])
 def test_other_families_are_compiled_too(name, programs, make, tmp_path) -> None:
     """Layers that differ (here GPT-2's in their scale, Gemma's in their sight) get a program each; experts are chosen
     at run time inside of one."""

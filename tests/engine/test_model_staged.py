@@ -185,7 +185,7 @@ def test_I04_quantized_rows_agree_with_batch_one(word, make, tiny_llama) -> None
 
 @pytest.mark.parametrize("word", ["int8", "w8a8", "int4"])
 def test_Q01_experts_are_converted_with_the_rest(word, make, tiny_moe) -> None:
-    staged, model, masters = make(tiny_moe)
+    staged, model, _ = make(tiny_moe)
     arm = staged.apply(find_policy(word), rows=[1, 8])
     cover = arm.coverage["decode"]
     assert {left.module for left in cover.left} == {
