@@ -10,9 +10,12 @@ import msgspec
 
 from pdq_tui.core.formats import GROUP_SIZES, Format, packed_bytes
 from pdq_tui.core.kernels import Capability, KernelTable
+from pdq_tui.core.kv import sliding_words
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.shapes import Linear, Shapes
 
+#: How a note begins that says what the engine will not do.
+REFUSED: Final = "the engine will refuse this:"
 _DTYPE: Final = {2: "bf16", 4: "fp32"}
 
 
@@ -46,7 +49,9 @@ class Prediction(msgspec.Struct, frozen=True):
     stored_bytes: int
     extra_bytes: int
     kept_bytes: int
+    kv: str
     kv_bytes_per_token: int | None
+    kv_prefill_bytes_per_token: int | None
     kv_reason: str
     stages: dict[str, StagePrediction]
     notes: tuple[str, ...]
@@ -70,6 +75,17 @@ def predict(
         else []
     )
     notes.append("from shapes alone: the engine's plan with the real device has the last word")
+    kv, geometry = policy.kv, shapes.kv
+    if geometry is not None:
+        refused = geometry.misfit(kv)
+        windows = sliding_words(
+            geometry.sliding_layers, geometry.layers, max(filter(None, geometry.windows), default=None)
+        )
+        notes = [
+            *([f"{REFUSED} KV cache {kv.label}: {refused}"] if refused else []),
+            *filter(None, [windows, shapes.kv_reason]),
+            *notes,
+        ]
     return Prediction(
         policy=policy.name,
         model=shapes.path,
@@ -78,7 +94,9 @@ def predict(
         stored_bytes=total,
         extra_bytes=total - max(s.bytes for s in stages.values()),
         kept_bytes=shapes.other_bytes,
-        kv_bytes_per_token=shapes.kv_bytes_per_token,
+        kv=kv.label,
+        kv_bytes_per_token=geometry.bytes_per_token(kv, "decode") if geometry else None,
+        kv_prefill_bytes_per_token=geometry.bytes_per_token(kv, "prefill") if geometry else None,
         kv_reason=shapes.kv_reason,
         stages=stages,
         notes=tuple(notes),

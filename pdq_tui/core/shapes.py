@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from pdq_tui.core.kv import KvGeometry, windows_of
 from pdq_tui.errors import UsageError
 
 _EMBEDDINGS: Final = ("embed", "wte", "wpe", "position_emb")
@@ -27,6 +28,8 @@ _EXPERT: Final = re.compile(
 )
 _DOWN: Final = ("down_proj", "w2")
 _ROUTERS: Final = (".gate.weight", ".router.weight")
+#: Model types whose every layer slides where config.json says a window and no layer types.
+_ALL_SLIDE: Final = ("mistral", "mixtral", "phi3", "starcoder2")
 _BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 _HEADER_LIMIT: Final = 100_000_000
 
@@ -48,15 +51,15 @@ class Linear(msgspec.Struct, frozen=True):
 
 class Shapes(msgspec.Struct, frozen=True):
     """``other_bytes``: every tensor that is no linear layer's weight. ``fused``: (name, parameters) of weights with
-    more than two dimensions that are no experts', and of routers. ``kv_bytes_per_token`` None with a reason in
-    ``kv_reason``."""
+    more than two dimensions that are no experts', and of routers. ``kv`` None with a reason in ``kv_reason``, which
+    else may say what it does not tell."""
 
     path: str
     dtype_bytes: int
     linears: tuple[Linear, ...]
     fused: tuple[tuple[str, int], ...]
     other_bytes: int
-    kv_bytes_per_token: int | None
+    kv: KvGeometry | None
     kv_reason: str = ""
 
 
@@ -169,8 +172,8 @@ def _header(file: Path) -> dict[str, tuple[str, list[int]]]:
         raise UsageError(f"{file}: its header cannot be read: {error}") from error
 
 
-def _kv(config: dict[str, Any], width: int) -> tuple[int | None, str]:
-    """2 · layers · KV heads · head size · bytes, from the usual names."""
+def _kv(config: dict[str, Any], width: int) -> tuple[KvGeometry | None, str]:
+    """Layers, KV heads, head size and windows, from the usual names."""
     c = config.get("text_config", config)
     layers, heads = (
         c.get("num_hidden_layers", c.get("n_layer")),
@@ -181,5 +184,11 @@ def _kv(config: dict[str, Any], width: int) -> tuple[int | None, str]:
         return None, "config.json does not say layers, heads and hidden size under the usual names"
     if "kv_lora_rank" in c:
         return None, "this model's KV cache is compressed (MLA)"
+    window, kinds, why = c.get("sliding_window"), c.get("layer_types"), ""
+    slides = isinstance(window, int) and c.get("use_sliding_window") is not False
+    if slides and not kinds and c.get("model_type") not in _ALL_SLIDE:
+        why = f"some layers keep their last {window} positions only: which ones, the engine tells"
+        window = None
+    windows = windows_of(layers, window, c.get("use_sliding_window"), kinds)
     head = c.get("head_dim") or hidden // heads
-    return 2 * layers * (c.get("num_key_value_heads") or heads) * head * width, ""
+    return KvGeometry(c.get("num_key_value_heads") or heads, head, width, windows), why

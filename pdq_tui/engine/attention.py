@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from pdq_tui.engine import kv_attention
 from pdq_tui.engine.kv import windows_of
+from pdq_tui.engine.kv_store import Filled
 from pdq_tui.errors import UnfitError
 
 PREFILL: Final = "pdq_prefill"
@@ -141,8 +143,8 @@ def prefill_attention_float32(
 def decode_attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Filled,
+    value: Tensor | Filled,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -150,21 +152,25 @@ def decode_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H, 1, D], key and value [B, Hkv, T, D], additive mask [B, 1, 1, T] or None → [B, 1, H, D]."""
+    """query [B, H, 1, D], key and value [B, Hkv, T, D], additive mask [B, 1, 1, T] or None → [B, 1, H, D]. A cache in
+    another form comes as what is filled of it."""
     _refuse(kwargs)
     return decode_product(query, key, value, attention_mask, scaling, sliding_window, softcap), None
 
 
 def decode_product(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Filled,
+    value: Tensor | Filled,
     mask: Tensor | None,
     scaling: float | None,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
     """Shapes as in ``decode_attention``; only the last ``window`` positions are read."""
+    if isinstance(key, Filled) or isinstance(value, Filled):
+        assert isinstance(key, Filled)  # a sliding layer keeps no more than its window
+        return kv_attention.attend(query, key, mask, scaling, softcap)
     B, H, _, D = query.shape
     T, kv_heads = key.shape[2], key.shape[1]
     if window is not None and window < T:

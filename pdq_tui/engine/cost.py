@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from pdq_tui.core.kv import KvPolicy, Stage
 from pdq_tui.core.roofline import Op, StageCost, linear, merged
 from pdq_tui.engine.census import Census
 from pdq_tui.engine.formats.packed import DTYPE_NAMES
-from pdq_tui.engine.kv import KvShape
+from pdq_tui.engine.kv import MODEL_DTYPE, KvShape
 from pdq_tui.engine.plan import Placement
 
 
@@ -48,17 +49,31 @@ class CostModel:
         ]
         return ops
 
-    def _attention(self, positions: Callable[[int], int], pairs: Callable[[int], float]) -> list[Op]:
+    def _attention(
+        self,
+        kv: KvPolicy,
+        stage: Stage,
+        sequences: int,
+        positions: Callable[[int], int],
+        pairs: Callable[[int], float],
+    ) -> list[Op]:
         """One operator a layer. ``positions``: whose keys and values are read, over the batch, by how far back the layer
         sees; ``pairs`` of query and key, likewise."""
-        kv = self.kv
-        size = 2 * kv.kv_heads * kv.head_dim * kv.dtype.itemsize
+        shape, size = self.kv, self.kv.geometry.layer_bytes(kv, stage)
+        beside = sequences * self.kv.geometry.sequence_layer_bytes(kv) if stage == "decode" else 0
         return [
-            Op("attention", positions(sight) * size, 4.0 * kv.heads * kv.head_dim * pairs(sight), self.dtype)
-            for sight in (window or sys.maxsize for window in kv.windows)
+            Op(
+                "attention",
+                positions(sight) * size + beside,
+                4.0 * shape.heads * shape.head_dim * pairs(sight),
+                self.dtype,
+            )
+            for sight in (window or sys.maxsize for window in shape.windows)
         ]
 
-    def prefill(self, placements: Sequence[Placement], lengths: Sequence[int]) -> StageCost:
+    def prefill(
+        self, placements: Sequence[Placement], lengths: Sequence[int], kv: KvPolicy = MODEL_DTYPE
+    ) -> StageCost:
         """``lengths``: real prompt tokens of each sequence; padding is no work that had to be done."""
         tokens = sum(lengths)
 
@@ -69,18 +84,30 @@ class CostModel:
         ops = [
             *self._linears(placements, tokens, len(lengths)),
             *self._rest(tokens),
-            *self._attention(lambda _: tokens, pairs),
+            *self._attention(kv, "prefill", len(lengths), lambda _: tokens, pairs),
         ]
         return StageCost(merged(ops))
 
-    def step(self, placements: Sequence[Placement], contexts: Sequence[int], length: int) -> StageCost:
+    def step(
+        self,
+        placements: Sequence[Placement],
+        contexts: Sequence[int],
+        length: int,
+        kv: KvPolicy = MODEL_DTYPE,
+    ) -> StageCost:
         """One token a sequence over ``contexts`` real positions, the new one included; ``length``: positions of every
         row, padding included: what a step reads of the padding is wasted."""
-        B, kv = len(contexts), self.kv
+        B, geometry = len(contexts), self.kv.geometry
 
         def positions(sight: int) -> int:
             return sum(min(n, sight) for n in contexts)
 
-        ops = [*self._linears(placements, B, B), *self._rest(B), *self._attention(positions, positions)]
-        read = sum(min(length, window or length) * B - positions(window or length) for window in kv.windows)
-        return StageCost(merged(ops), read * kv.bytes_per_token // kv.layers)
+        ops = [
+            *self._linears(placements, B, B),
+            *self._rest(B),
+            *self._attention(kv, "decode", B, positions, positions),
+        ]
+        read = sum(
+            min(length, window or length) * B - positions(window or length) for window in geometry.windows
+        )
+        return StageCost(merged(ops), read * geometry.layer_bytes(kv, "decode"))

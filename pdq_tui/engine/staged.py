@@ -9,10 +9,9 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from pdq_tui.engine.formats.unpack import Scratch
 from pdq_tui.engine.generation import Generation
 from pdq_tui.engine.kernels import Prober, capability
 from pdq_tui.engine.kv import KvCache, KvShape
+from pdq_tui.engine.kv_pool import KvPool
 from pdq_tui.engine.layers import RECORD_AFTER, LayerCompiler, UncompiledError
 from pdq_tui.engine.plan import (
     Placement,
@@ -45,9 +45,6 @@ from pdq_tui.engine.plan import (
 from pdq_tui.engine.views import Caller, copy_shell
 from pdq_tui.engine.weights import HEADROOM_BYTES, Key, Progress, WeightStore
 from pdq_tui.errors import UnfitError, UsageError
-
-#: KV buffers kept for reuse, by (batch, capacity).
-KV_BUFFERS: Final = 2
 
 
 class ModelDevice(Protocol):
@@ -102,6 +99,7 @@ class StagedModel:
         self._parameters = parameters
         self.store = WeightStore(masters, device.torch_device, budget_bytes, own)
         self.kv = KvShape(skeleton.config, self.dtype)
+        self.caches = KvPool(self.kv, device.torch_device, own_attention=attention_name == "pdq")
         config = skeleton.config.get_text_config()
         self.costs = CostModel(self.census, self.kv, int(config.hidden_size))
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
@@ -113,7 +111,6 @@ class StagedModel:
         self.compiler = LayerCompiler(self.dtype, locations.cache_dir() / "inductor")
         self._arms: weakref.WeakSet[StagedArm] = weakref.WeakSet()
         self._views: weakref.WeakValueDictionary[tuple[Any, ...], View] = weakref.WeakValueDictionary()
-        self._caches: OrderedDict[tuple[int, int], KvCache] = OrderedDict()
 
     # -- planning and packing ------------------------------------------------------------------------------------------
 
@@ -125,6 +122,7 @@ class StagedModel:
         Raises PdqError where the policy is refused: nothing runs it here, or ``hard`` / on_fallback = "fail" and
         something would not be as the policy says.
         """
+        self.caches.check(policy.kv, policy.name)
         by_stage = self._placements(policy, rows)
         wanted = _wanted(by_stage)
         dtype = DTYPE_NAMES[self.dtype]
@@ -197,7 +195,7 @@ class StagedModel:
                 self._arms.discard(arm)
                 arm.drop()
         self.store.keep_only({key for arm in keep for key in arm.keys})
-        self._caches.clear()
+        self.caches.clear()
         self.scratch.clear()
         self.give_back()
 
@@ -264,6 +262,8 @@ class StagedModel:
         cache = KvCache(self.kv, rows, RECORD_AFTER + 1, self.device.torch_device)
         words = int(self.skeleton.config.get_text_config().vocab_size)
 
+        cache.handoff()
+
         def step() -> None:
             cache.advance(1)
             token = torch.arange(rows, device=self.device.torch_device)[:, None] * 7 + 31 * cache.end
@@ -302,22 +302,6 @@ class StagedModel:
         bias = self._parameters.get(f"{p.layer.name}.bias")
         layer: nn.Module = make(packed, None if bias is None else bias.detach(), self.scratch)
         return layer.eval()
-
-    def cache(self, batch: int, capacity: int) -> KvCache:
-        """A KV buffer for (batch, capacity), the same one again where there is one: one request runs at a time."""
-        key = (batch, capacity)
-        found = self._caches.get(key)
-        if found is None:
-            while len(self._caches) >= KV_BUFFERS:
-                self._caches.popitem(last=False)
-            found = KvCache(self.kv, batch, capacity, self.device.torch_device)
-            self._caches[key] = found
-        self._caches.move_to_end(key)
-        return found
-
-    @property
-    def kv_allocated_bytes(self) -> int:
-        return sum(cache.nbytes for cache in self._caches.values())
 
 
 class View:
@@ -368,18 +352,14 @@ class StagedArm:
         self._weights.session_resident_bytes = self.owner.session_resident_bytes
         return self._weights
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.owner.kv.bytes_per_token
-
     def kv_info(self) -> KvInfo:
         """The KV cache and how many tokens of it fit now: into what is free on the device, what present buffers hold,
         and what only other policies of the session hold, since serving this policy needs neither."""
         owner = self.owner
-        free, buffers = owner.device.free_bytes(), owner.kv_allocated_bytes
+        free = owner.device.free_bytes()
         if free is not None:
-            free += buffers + owner.store.bytes_beside(self.keys)
-        return owner.kv.info(buffers, free, HEADROOM_BYTES)
+            free += owner.caches.nbytes + owner.store.bytes_beside(self.keys)
+        return owner.caches.info(self.policy.kv, free, HEADROOM_BYTES)
 
     def view(
         self,
@@ -410,7 +390,7 @@ class StagedArm:
         if not owner.rotary and owner.max_positions is not None and capacity > owner.max_positions:
             raise UsageError(f"this model has {owner.max_positions} positions, {capacity} were asked for")
         owner.compiler.settle()
-        return Generation(self, owner.cache(batch, capacity), batch, pad)
+        return Generation(self, owner.caches.cache(batch, capacity, self.policy.kv), batch, pad)
 
 
 def _wanted(by_stage: dict[Stage, list[Placement]]) -> dict[Key, tuple[Layer, Spec]]:

@@ -144,11 +144,11 @@ def arm_words(arm: ArmView | None, look: Look, *, short: bool = False) -> str:
         return "no policy"
     if short:
         text = look.own(
-            f"{stage_word(policy, 'prefill')}/{stage_word(policy, 'decode')}/kv {policy.kv.decode}"
+            f"{stage_word(policy, 'prefill')}/{stage_word(policy, 'decode')}/kv {policy.kv.label}"
         )
     else:
         text = look.own(
-            f"prefill {stage_word(policy, 'prefill')} · decode {stage_word(policy, 'decode')} · kv {policy.kv.decode}"
+            f"prefill {stage_word(policy, 'prefill')} · decode {stage_word(policy, 'decode')} · kv {policy.kv.label}"
         )
     if policy.name.endswith("*"):
         text += " *"

@@ -1,4 +1,4 @@
-"""What the live screen's small questions offer: formats for a stage, the KV cache, a note."""
+"""What the live screen's small questions offer: formats for a stage, a note."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ STAGES_BY_LABEL: Final[dict[str, StagePolicy]] = {
     if not fmt.dense or fmt == default_of("bf16")
 }
 
-KV_CHOICES: Final = (
-    Choice("bf16", "the model's own dtype, both stages"),
-    Choice("int8", refused="this version keeps the KV cache in the model's dtype"),
-    Choice("fp8", refused="this version keeps the KV cache in the model's dtype"),
-)
 _NOTE_CHARACTERS: Final = 200
 
 

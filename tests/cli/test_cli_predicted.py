@@ -7,14 +7,17 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from cli_gear import Pdq
 
+from pdq_tui.commands.predicted import table
 from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.formats import packed_bytes
 from pdq_tui.core.kernels import load_kernels
+from pdq_tui.core.kv import KvPolicy
 from pdq_tui.core.policy import Policy, StagePolicy
-from pdq_tui.core.predict import Prediction, predict
+from pdq_tui.core.predict import REFUSED, Prediction, predict
 from pdq_tui.core.shapes import read_shapes
 from pdq_tui.errors import UsageError
 
@@ -69,8 +72,6 @@ def test_bytes_of_both_stages_and_what_they_share(tmp_path: Path) -> None:
 
 def test_Q03_a_group_that_does_not_divide_is_smaller_padded_or_left(tmp_path: Path) -> None:
     folder = model(tmp_path, SHAPES)  # K = 96 takes groups of 32, not of 64
-    import msgspec
-
     int4 = find_policy("int4")
     smaller = told(folder, int4).stages["decode"]
     assert set(smaller.formats) == {"bf16", "int4-g64", "int4-g32"}
@@ -118,6 +119,55 @@ def test_the_engine_finds_what_was_predicted(pdq: Pdq, tiny_model: Path) -> None
     coverage = json.loads(done.stdout)["arms"][0]["coverage"]
     for stage in ("prefill", "decode"):
         assert p["stages"][stage]["converted_parameters"] == coverage[stage]["converted_parameters"]
+
+
+def test_Q11_bytes_of_the_kv_cache_follow_the_policy(tmp_path: Path) -> None:
+    folder = model(tmp_path, SHAPES)
+
+    def of(kv: KvPolicy) -> Prediction:
+        return told(folder, msgspec.structs.replace(find_policy("bf16"), kv=kv))
+
+    rows = 2 * 1 * 2
+    p = of(KvPolicy("bf16", "int8", "handoff"))
+    assert (p.kv, p.kv_prefill_bytes_per_token, p.kv_bytes_per_token) == ("bf16/int8", rows * 32, rows * 18)
+    assert of(KvPolicy("int4", "int4", "write")).kv_bytes_per_token == rows * 12
+    [note] = [n for n in of(KvPolicy("int4", "int4", "write", group_size=32)).notes if n.startswith(REFUSED)]
+    assert "groups of 32 do not divide this model's heads of 16" in note
+    text = table([p, of(KvPolicy("int4", "int4", "write", group_size=32))])
+    assert str(rows * 18) in text and note in text
+
+
+@pytest.mark.parametrize(
+    ("config", "windows", "said"),
+    [
+        ({}, (None,), ""),
+        (
+            {"model_type": "mistral", "sliding_window": 8},
+            (8,),
+            "1 of 1 layers keep their last 8 positions only",
+        ),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, (None,), ""),
+        (
+            {"model_type": "gemma2", "sliding_window": 8},
+            (None,),
+            "some layers keep their last 8 positions only",
+        ),
+        ({"sliding_window": 8, "layer_types": ["full_attention"]}, (None,), ""),
+        (
+            {"sliding_window": 8, "layer_types": ["sliding_attention"]},
+            (8,),
+            "1 of 1 layers keep their last 8",
+        ),
+    ],
+)
+def test_Q11_sliding_layers_are_told_from_the_config(
+    tmp_path: Path, config: dict[str, Any], windows: tuple[int | None, ...], said: str
+) -> None:
+    folder = model(tmp_path, SHAPES, config)
+    geometry = read_shapes(folder).kv
+    assert geometry is not None and geometry.windows == windows
+    text = " ".join(told(folder, find_policy("bf16")).notes)
+    assert said in text and ("positions only" in text) == bool(said)
 
 
 @pytest.mark.parametrize("one_tensor", [True, False], ids=["one tensor", "a tensor each"])

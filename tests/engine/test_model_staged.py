@@ -439,10 +439,10 @@ def test_kv_buffer_is_one_and_used_again(make, tiny_llama) -> None:
     staged, _, _ = make(tiny_llama)
     arm, other = (staged.apply(find_policy(w), rows=[1, 8]) for w in ("bf16", "int4"))
     first, _ = run(arm, ids_of(1, 8), 4)
-    address = staged.cache(1, 12).buffer.data_ptr()
+    address = staged.caches.cache(1, 12).stores[0].parts[0].data_ptr()
     run(other, ids_of(1, 8, 3), 4)
     again, _ = run(arm, ids_of(1, 8), 4)
-    assert staged.cache(1, 12).buffer.data_ptr() == address
+    assert staged.caches.cache(1, 12).stores[0].parts[0].data_ptr() == address
     assert first.tolist() == again.tolist()
 
 

@@ -10,6 +10,7 @@ import pytest
 from made_model import made_model
 from small_app import NASTY, SmallApp, at_every_size, settle, text_of
 
+from pdq_tui.core.kv import KvPolicy
 from pdq_tui.core.policy import load_policy
 from pdq_tui.host.view import ArmView
 from pdq_tui.store import atomic
@@ -83,9 +84,16 @@ async def test_values_step_and_storage_follows(app: SmallApp) -> None:
         screen.query_one("#edit", LineList).move_to("decode.weights")
         await pilot.press("l")
         assert screen.draft.decode.activations == "model" and "activations back to model" in screen.said
-        screen.query_one("#edit", LineList).move_to("kv")
+        screen.query_one("#edit", LineList).move_to("kv.convert")
         await pilot.press("l")
-        assert "only the model's dtype" in screen.said
+        assert "there is no other value" in screen.said
+        screen.query_one("#edit", LineList).move_to("decode.kv")
+        await pilot.press("l", "l")
+        assert screen.draft.kv == KvPolicy("bf16", "int8", "handoff")
+        screen.query_one("#edit", LineList).move_to("prefill.kv")
+        await pilot.press("l", "l")
+        assert screen.draft.kv == KvPolicy("int8", "int8", "write")
+        assert "convert is write now" in screen.said
 
 
 async def test_choices_that_are_not_here_are_greyed_with_the_reason(app: SmallApp) -> None:
@@ -101,10 +109,10 @@ async def test_choices_that_are_not_here_are_greyed_with_the_reason(app: SmallAp
         await pilot.press("enter")
         await pilot.pause()
         assert screen.draft is not None and screen.draft.prefill.weights == "int4"
-        screen.query_one("#edit", LineList).move_to("kv")
+        screen.query_one("#edit", LineList).move_to("kv.convert")
         await pilot.press("enter")
         await pilot.pause()
-        assert text_of(app).count("not in this version") == 3
+        assert text_of(app).count("n/a: is '") == 2  # neither write nor handoff has something to convert
         await pilot.press("escape")
         await pilot.pause()
         assert app.screen is screen

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from pdq_tui.core.kv import KvGeometry
+
 
 class ModelInfo(msgspec.Struct, kw_only=True):
+    """``kv``: what its cache consists of; ``kv_refused``: why that cannot be quantized as the model was loaded."""
+
     id: str
     path: str = ""
     revision: str | None = None
@@ -20,6 +24,8 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     dtype: str = ""
     chat_template: bool = False
     tied_head: bool = False
+    kv: KvGeometry | None = None
+    kv_refused: str | None = None
     notes: list[str] = msgspec.field(default_factory=list)
 
 
@@ -98,13 +104,18 @@ class WeightsInfo(msgspec.Struct, kw_only=True):
 
 
 class KvInfo(msgspec.Struct, kw_only=True):
-    """The KV cache of one policy when its arm became ready.
+    """The KV cache of one policy on one model when its arm became ready, as decode reads it and, where the engine said,
+    as prefill does.
 
-    allocated_bytes  KV buffers that the engine keeps for reuse
-    free_bytes       what KV of this policy may take: free memory, those buffers, and what only other policies hold;
-                     None where the device does not tell
-    reserve_bytes    of that, kept for activations and scratch
-    capacity_tokens  tokens of KV that fit into the rest; None with ``capacity_reason``
+    bytes_per_token   data and scales of one position of one sequence, over all ``layers``
+    sliding_layers    of these, that keep their last ``window`` positions only
+    quantized_layers  whose cache is not in the model's dtype
+    sequence_bytes    of one sequence beside its positions
+    allocated_bytes   buffers of these formats that the engine keeps for reuse
+    free_bytes        what KV of this policy may take: free memory, all such buffers, and what only other policies hold;
+                      None where the device does not tell
+    reserve_bytes     of that, kept for activations and scratch
+    capacity_tokens   tokens of KV that fit into the rest; None with ``capacity_reason``
     """
 
     dtype: str = "bf16"
@@ -114,3 +125,11 @@ class KvInfo(msgspec.Struct, kw_only=True):
     reserve_bytes: int = 0
     capacity_tokens: int | None = None
     capacity_reason: str | None = None
+    prefill_dtype: str | None = None
+    prefill_bytes_per_token: int | None = None
+    convert: str = "never"
+    layers: int = 0
+    quantized_layers: int = 0
+    sliding_layers: int = 0
+    window: int | None = None
+    sequence_bytes: int = 0
