@@ -110,7 +110,7 @@ class KvCache(Cache):
         self._places: dict[int, tuple[KvStore, int]] = {}
         for count in sorted(set(slots)):
             members = [layer for layer, n in enumerate(slots) if n == count]
-            store = KvStore(decode, len(members), batch, shape.kv_heads, count, device)
+            store = KvStore(decode, len(members), batch, shape.kv_heads, count, device, shape.dtype)
             self.stores.append(store)
             for place, layer in enumerate(members):
                 self._places[layer] = (store, place)
@@ -156,7 +156,7 @@ class KvCache(Cache):
         store, place = self._places[layer]
         channels = self._channels[layer]
         store.write(place, self.start, keys if channels is None else channels.apart(keys), values)
-        if store.plain and self.end <= store.slots:
+        if store.plain and not store.own_kernel and self.end <= store.slots:
             return store.views(place, self.end)
         filled = Filled(store, place, self.end, channels)
         return filled, filled
@@ -180,7 +180,15 @@ class KvCache(Cache):
         waiting = self._waiting[layer]
         if waiting is None:
             shape = self.shape
-            waiting = KvStore(self._prefill_codec, 1, self.batch, shape.kv_heads, self.capacity, self.device)
+            waiting = KvStore(
+                self._prefill_codec,
+                1,
+                self.batch,
+                shape.kv_heads,
+                self.capacity,
+                self.device,
+                shape.dtype,
+            )
             self._waiting[layer] = waiting
         return waiting
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdq_tui.engine import kv_native
 from pdq_tui.engine.kv_store import Filled
 
 #: Bytes of one dequantized block, by kind of device: what a core's own cache holds, or enough work for a launch.
@@ -37,6 +38,14 @@ def attend(
     kv_heads = filled.store.parts[0].shape[3]
     # The query heads of one KV head stand as the rows of one query: each block is read once for all of them.
     grouped = query.reshape(B, kv_heads, H // kv_heads, D)
+    if filled.store.own_kernel and (softcap is None or filled.channels is None):
+        given = query.reshape(B, H, D)
+        if filled.channels is not None:
+            given = (grouped.float() * filled.channels.spread).reshape(B, H, D)
+        columns = None if mask is None else mask.reshape(B, -1).float()
+        parts = filled.store.layers[filled.layer]
+        out = kv_native.attend(given, parts, filled.count, columns, scale, softcap)
+        return out.to(query.dtype).reshape(B, 1, H, D)
     if filled.store.plain and softcap is None:
         keys, values = filled.store.views(filled.layer, filled.count)
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).reshape(

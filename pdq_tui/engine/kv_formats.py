@@ -22,6 +22,8 @@ class Codec(Protocol):
     """``widths``: of each part, numbers a row and their dtype; the first part is the data."""
 
     @property
+    def head_dim(self) -> int: ...
+    @property
     def widths(self) -> tuple[tuple[int, torch.dtype], ...]: ...
 
     def encode(self, rows: Tensor) -> tuple[Tensor, ...]:

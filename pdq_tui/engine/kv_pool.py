@@ -79,7 +79,9 @@ class KvPool:
             allocated_bytes=sum(cache.nbytes for cache in kept.values()),
             free_bytes=free_bytes,
             reserve_bytes=reserve_bytes,
-            capacity_tokens=max(0, free_bytes - reserve_bytes) // per_token if free_bytes is not None else None,
+            capacity_tokens=max(0, free_bytes - reserve_bytes) // per_token
+            if free_bytes is not None
+            else None,
             capacity_reason=None if known else "this device does not tell how much of its memory is free",
         )
 

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from pdq_tui.engine import kv_native
 from pdq_tui.engine.kv_formats import Channels, Codec, Plain
 
 #: Positions that are encoded at once: rows are widened to float32 meanwhile.
@@ -20,19 +21,30 @@ ENCODE_BLOCK: Final = 1024
 
 
 class KvStore:
-    """``layers`` layers of ``slots`` positions each, held as ``codec`` says."""
+    """``layers`` layers of ``slots`` positions each, held as ``codec`` says. ``dtype``: the model's.
+
+    own_kernel  our own CPU kernels read and write it; torch's operators do where not.
+    """
 
     def __init__(
-        self, codec: Codec, layers: int, batch: int, kv_heads: int, slots: int, device: torch.device
+        self,
+        codec: Codec,
+        layers: int,
+        batch: int,
+        kv_heads: int,
+        slots: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self.codec, self.slots = codec, slots
         self.plain = isinstance(codec, Plain)
+        self.own_kernel = kv_native.why_not(codec, dtype, device) is None
         self.parts = [
             torch.empty((layers, 2, batch, kv_heads, slots, width), dtype=dtype, device=device)
             for width, dtype in codec.widths
         ]
         #: [layer][part]: [2, batch, kv_heads, slots, width]
-        self._layers = [tuple(part[i] for part in self.parts) for i in range(layers)]
+        self.layers = [tuple(part[i] for part in self.parts) for i in range(layers)]
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +64,10 @@ class KvStore:
 
     def _put(self, layer: int, slot: int, keys: Tensor, values: Tensor) -> None:
         count = keys.shape[2]
-        places = [part.narrow(3, slot, count) for part in self._layers[layer]]
+        if self.own_kernel and not self.plain:
+            kv_native.put(keys, values, self.layers[layer], slot)
+            return
+        places = [part.narrow(3, slot, count) for part in self.layers[layer]]
         if self.plain:
             places[0][0].copy_(keys)
             places[0][1].copy_(values)
@@ -62,13 +77,13 @@ class KvStore:
 
     def views(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
         """The first ``count`` slots of a plain store, [B, kv_heads, count, D] each; nothing is copied."""
-        part = self._layers[layer][0].narrow(3, 0, count)
+        part = self.layers[layer][0].narrow(3, 0, count)
         return part[0], part[1]
 
     def read(self, layer: int, which: int, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """Keys (``which`` 0) or values (1) of slots ``first`` to ``last``, dequantized: [B, kv_heads, n, D]."""
         return self.codec.decode(
-            tuple(part[which].narrow(2, first, last - first) for part in self._layers[layer]), dtype
+            tuple(part[which].narrow(2, first, last - first) for part in self.layers[layer]), dtype
         )
 
 

@@ -100,7 +100,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_visible(made: Fp8 | Int8 
     ],
 )
 def test_bytes_of_the_buffers_are_those_that_are_told(kv: KvPolicy, dtype: torch.dtype) -> None:
-    store = KvStore(codec(kv, "decode", D, dtype), 2, 3, 5, 7, CPU)
+    store = KvStore(codec(kv, "decode", D, dtype), 2, 3, 5, 7, CPU, dtype)
     geometry = KvGeometry(5, D, dtype.itemsize, (None, None))
     assert store.nbytes == sum(p.untyped_storage().nbytes() for p in store.parts)
     assert store.nbytes == 3 * 7 * geometry.bytes_per_token(kv, "decode")
@@ -115,7 +115,7 @@ def test_bytes_of_the_buffers_are_those_that_are_told(kv: KvPolicy, dtype: torch
 def test_a_ring_holds_the_last_positions_each_in_its_slot(
     slots: int, pieces: list[int], made: Plain | Int8 | Int4
 ) -> None:
-    store = KvStore(made, 2, 1, 2, slots, CPU)
+    store = KvStore(made, 2, 1, 2, slots, CPU, torch.float32)
     total = sum(pieces)
     keys, values = torch.randn(2, 1, 2, total, 8)
     start = 0
@@ -131,7 +131,7 @@ def test_a_ring_holds_the_last_positions_each_in_its_slot(
 
 def test_long_prompts_are_encoded_in_pieces_that_meet() -> None:
     made = Int8(D)
-    store = KvStore(made, 1, 1, 1, 2500, CPU)
+    store = KvStore(made, 1, 1, 1, 2500, CPU, torch.float32)
     keys, values = torch.randn(2, 1, 1, 2500, D)
     store.write(0, 0, keys, values)
     assert torch.equal(

@@ -5,6 +5,7 @@
 
 #include <omp.h>
 
+#include "cache_ops.h"
 #include "gemm.h"
 #include "gemv.h"
 
@@ -186,10 +187,14 @@ STABLE_TORCH_LIBRARY(pdq_native, m) {
   m.def("dense(Tensor x, Tensor w) -> Tensor");
   m.def("int8(Tensor x, Tensor w, Tensor scales, bool tokens) -> Tensor");
   m.def("int4(Tensor x, Tensor w, Tensor scales, int group, bool tokens) -> Tensor");
+  m.def("attend(Tensor q, Tensor data, Tensor scale, Tensor low, int count, Tensor mask, float scaling, float softcap) -> Tensor");
+  m.def("put(Tensor keys, Tensor values, Tensor(a!) data, Tensor(b!) scale, Tensor(c!) low, int slot) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pdq_native, CPU, m) {
   m.impl("dense", TORCH_BOX(&dense));
   m.impl("int8", TORCH_BOX(&int8));
   m.impl("int4", TORCH_BOX(&int4));
+  m.impl("attend", TORCH_BOX(&attend));
+  m.impl("put", TORCH_BOX(&put));
 }
