@@ -321,6 +321,9 @@ def _put_weights(out: Json, facts: Facts, label: str) -> None:
     }
     for key in ("prefill_dtype", "prefill_bytes_per_token"):
         put(kv, key, getattr(ready.kv, key), "the engine did not say")
+    put(kv, "kernel", ready.kv.kernel, "the engine did not say")
+    if ready.kv.kernel_reason is not None:  # itself a reason: absent where there is none
+        kv["kernel_reason"] = ready.kv.kernel_reason
     put(kv, "window", ready.kv.window, "no layer slides")
     unknown = ready.kv.capacity_reason or "this engine did not say how much memory is free"
     put(kv, "free_bytes", ready.kv.free_bytes, unknown)

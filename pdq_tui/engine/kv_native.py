@@ -67,7 +67,12 @@ def _filled_up(parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attend(
-    query: Tensor, parts: tuple[Tensor, ...], count: int, mask: Tensor | None, scale: float, softcap: float | None
+    query: Tensor,
+    parts: tuple[Tensor, ...],
+    count: int,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
 ) -> Tensor:
     """query [B, H, D] float32 or bf16 over the first ``count`` slots of a layer's parts [2, B, kv_heads, slots, width],
     mask float32 [B, count] or None → [B, H, D]."""

@@ -9,8 +9,10 @@ import torch
 
 from pdq_tui.core.kv import KvPolicy, Stage
 from pdq_tui.core.protocol import KvInfo
+from pdq_tui.engine import kv_native
 from pdq_tui.engine.formats.packed import DTYPE_NAMES
 from pdq_tui.engine.kv import MODEL_DTYPE, KvCache, KvShape
+from pdq_tui.engine.kv_formats import Plain, codec
 from pdq_tui.errors import UnfitError
 
 #: Buffers kept for reuse by (batch, capacity), for each policy's KV formats.
@@ -64,6 +66,7 @@ class KvPool:
         geometry, kept = self.shape.geometry, self._caches.get(kv, OrderedDict())
         windows = {window for window in geometry.windows if window is not None}
         per_token = geometry.bytes_per_token(kv, "decode")
+        kernel, reason = self._kernel(kv)
         known = free_bytes is not None
         return KvInfo(
             dtype=self._dtype(kv, "decode"),
@@ -76,6 +79,8 @@ class KvPool:
             sliding_layers=geometry.sliding_layers,
             window=max(windows, default=None),
             sequence_bytes=geometry.layers * geometry.sequence_layer_bytes(kv),
+            kernel=kernel,
+            kernel_reason=reason,
             allocated_bytes=sum(cache.nbytes for cache in kept.values()),
             free_bytes=free_bytes,
             reserve_bytes=reserve_bytes,
@@ -84,6 +89,16 @@ class KvPool:
             else None,
             capacity_reason=None if known else "this device does not tell how much of its memory is free",
         )
+
+    def _kernel(self, kv: KvPolicy) -> tuple[str, str | None]:
+        """What decode attention runs, and why not our own kernel."""
+        if not self.own_attention:
+            return "transformers", "asked for"
+        made = codec(kv, "decode", self.shape.head_dim, self.shape.dtype)
+        reason = kv_native.why_not(made, self.shape.dtype, self.device)
+        if reason is None:
+            return "native", None
+        return "torch sdpa" if isinstance(made, Plain) else "torch, by blocks", reason
 
     def _dtype(self, kv: KvPolicy, stage: Stage) -> str:
         return DTYPE_NAMES[self.shape.dtype] if kv.dtype(stage) == "bf16" else kv.named(stage)

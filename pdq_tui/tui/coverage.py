@@ -73,6 +73,10 @@ def _kv_line(kv: KvInfo) -> str:
         line += f"; prefill reads {literal(kv.prefill_dtype or '')}, {kv.prefill_bytes_per_token} B"
     if kv.convert != "never":
         line += f"; converted at {literal(kv.convert)}"
+    if kv.kernel is not None:
+        line += f"; read by {literal(kv.kernel)}" + (
+            f" ({literal(kv.kernel_reason)})" if kv.kernel_reason else ""
+        )
     sliding = sliding_words(kv.sliding_layers, kv.layers, kv.window)
     return line + (f"; {sliding}" if sliding else "")
 

@@ -70,7 +70,10 @@ def test_the_same_bytes_are_written_as_the_format_says(
     kv_native.put(keys, values, parts, slot)
     for part, one, old in zip(parts, made.encode(torch.stack((keys, values))), before, strict=True):
         here = part[:, :, :, slot : slot + n]
-        assert torch.equal(here.float() if here.is_floating_point() else here, one.float() if one.is_floating_point() else one)
+        assert torch.equal(
+            here.float() if here.is_floating_point() else here,
+            one.float() if one.is_floating_point() else one,
+        )
         now = part.view(torch.uint8)
         assert torch.equal(now[:, :, :, :slot], old[:, :, :, :slot])
         assert torch.equal(now[:, :, :, slot + n :], old[:, :, :, slot + n :])
@@ -93,7 +96,9 @@ def test_every_fp8_number_is_read_and_written_as_torch_does() -> None:
     codes = codes[(codes & 0x7F) != 0x7F]
     numbers = codes.view(torch.float8_e4m3fn).float()
     ordered = numbers.unique()
-    between = torch.cat([ordered[:-1] + (ordered[1:] - ordered[:-1]) * share for share in (0.25, 0.5, 0.500001, 0.75)])
+    between = torch.cat(
+        [ordered[:-1] + (ordered[1:] - ordered[:-1]) * share for share in (0.25, 0.5, 0.500001, 0.75)]
+    )
     for x in (numbers, between):
         padded = torch.cat([x, torch.full((-x.numel() % 63,), 448.0)]).view(-1, 63)
         padded = torch.cat([padded, torch.full((padded.shape[0], 1), 448.0)], 1)  # the scale is 1 then
@@ -110,7 +115,12 @@ def test_every_fp8_number_is_read_and_written_as_torch_does() -> None:
 
 
 def reference(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float, cap: float | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    cap: float | None,
 ) -> torch.Tensor:
     """float64 [B, H, D]."""
     B, H, D = query.shape
@@ -141,7 +151,9 @@ def test_attention_over_what_is_stored(made: Codec, count: int, heads: tuple[int
     mask[1, : count // 3] = float("-inf")
     for given_mask, cap in ((None, None), (mask, None), (mask, 5.0)):
         got = kv_native.attend(query, parts, count, given_mask, 0.2, cap)
-        torch.testing.assert_close(got.double(), reference(query, *whole, given_mask, 0.2, cap), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(
+            got.double(), reference(query, *whole, given_mask, 0.2, cap), rtol=2e-5, atol=2e-5
+        )
     half = query.bfloat16()
     got = kv_native.attend(half, parts, count, None, 0.2, None)
     assert got.dtype == torch.bfloat16
@@ -178,7 +190,10 @@ def test_N01_what_is_not_finite_shows_in_its_head_and_only_there(made: Codec, ba
 
 @pytest.mark.parametrize("kv", EVERY, ids=label)
 def test_Q11_models_agree_with_attention_over_the_dequantized_cache(
-    kv: KvPolicy, make: Any, load_tiny: Any, tiny_llama: Path  # noqa: F811
+    kv: KvPolicy,
+    make: Any,
+    load_tiny: Any,
+    tiny_llama: Path,  # noqa: F811
 ) -> None:
     staged = agree(make, load_tiny, tiny_llama, kv, ids_of(3, 9), 6, torch.tensor([0, 4, 8]))
     [store] = staged.caches.cache(3, 15, kv).stores
@@ -188,7 +203,10 @@ def test_Q11_models_agree_with_attention_over_the_dequantized_cache(
 
 @pytest.mark.parametrize("kv", [KvPolicy(), KvPolicy("int8", "int8", "write")], ids=label)
 def test_a_bf16_model_chooses_the_tokens_that_torchs_operators_choose(
-    kv: KvPolicy, make: Any, tiny_llama_bf16: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    kv: KvPolicy,
+    make: Any,
+    tiny_llama_bf16: Path,
+    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
 ) -> None:
     ids = ids_of(1, 20)
     ours, _ = run(make(tiny_llama_bf16).apply(policy_of(kv), rows=[1, 20]), ids, 8)

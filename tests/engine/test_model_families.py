@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.kernels import load_kernels
+from pdq_tui.core.kv import KvPolicy
 from pdq_tui.core.predict import predict
 from pdq_tui.core.shapes import read_shapes
 from pdq_tui.engine.staged import StagedArm, StagedModel
@@ -147,7 +148,7 @@ def test_sliding_layers_forget_and_are_counted_as_they_read(name, family) -> Non
     slides = sum(window is not None for window in kv.windows)
     assert slides and slides == sum(w == 8 for w in kv.windows)
     read = sum(op.bytes * op.count for op in generation.step_cost().ops if op.name == "attention")
-    assert read == (8 * slides + 41 * (kv.layers - slides)) * kv.bytes_per_token // kv.layers
+    assert read == (8 * slides + 41 * (kv.layers - slides)) * kv.geometry.layer_bytes(KvPolicy(), "decode")
 
 
 def test_attention_that_an_implementation_leaves_out_is_refused(family) -> None:

@@ -17,9 +17,10 @@ from pdq_tui.core.kv import KvPolicy
 from pdq_tui.engine import kv_attention
 from pdq_tui.engine.kv import KvCache, KvShape
 from pdq_tui.engine.kv_formats import Channels, Plain, codec
-from pdq_tui.engine.staged import StagedModel
+from pdq_tui.engine.staged import StagedArm, StagedModel
 from pdq_tui.engine.views import Caller
 from pdq_tui.errors import UnfitError
+from tests.engine.families import SLIDING, WINDOW, save_family
 from tests.engine.test_model_staged import Cpu, ids_of, run
 
 WRITE = [KvPolicy(f, f, "write") for f in ("fp8", "int8", "int4")] + [
@@ -134,12 +135,25 @@ def label(kv: KvPolicy) -> str:
     return kv.label
 
 
+def to_capacity(
+    arm: StagedArm, ids: torch.Tensor, new: int, pad: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``run``, in a cache whose last position is filled by the last step."""
+    generation = arm.start(ids.shape[0], ids.shape[1] + new - 1, pad)
+    logits = [generation.prefill(ids)]
+    generation.handoff()
+    for _ in range(new - 1):
+        logits.append(generation.step(logits[-1].argmax(-1)))
+    stacked = torch.stack(logits)
+    return stacked.argmax(-1).t(), stacked
+
+
 def agree(
     make: Any, load_tiny: Any, path: Path, kv: KvPolicy, ids: torch.Tensor, new: int, pad: torch.Tensor | None
 ) -> StagedModel:
     staged = make(path)
     arm = staged.apply(policy_of(kv), rows=[ids.shape[0], ids.numel()])
-    tokens, ours = run(arm, ids, new, pad)
+    tokens, ours = to_capacity(arm, ids, new, pad)
     model, _ = load_tiny(path)
     torch.testing.assert_close(ours, reference(model, kv, ids, tokens, pad), rtol=1e-3, atol=2e-3)
     return staged
@@ -330,3 +344,75 @@ def test_plain_formats_need_no_copy_in_a_step(load_tiny: Any, tiny_llama: Path) 
     x = torch.randn(1, shape.kv_heads, 1, shape.head_dim)
     keys, _ = cache.update(x, x, 1)
     assert keys.data_ptr() == cache.stores[0].parts[0][1].data_ptr()
+
+
+@pytest.fixture(scope="session")
+def sliding_model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = save_family(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+SLIDING_CACHES = [KvPolicy(), WRITE[1], WRITE[3], HANDOFF[2], HANDOFF[3], HANDOFF[5]]
+
+
+@pytest.mark.parametrize("prompt", [1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW + 1])
+@pytest.mark.parametrize("kv", SLIDING_CACHES, ids=label)
+@pytest.mark.parametrize("name", SLIDING)
+def test_Q11_sliding_layers_hold_their_window_and_agree_at_every_length(
+    name: str, kv: KvPolicy, prompt: int, make: Any, load_tiny: Any, sliding_model: Any
+) -> None:
+    """From a shorter context than the window, over its edge, around it, to the last position of the buffer."""
+    pad = None if prompt < 3 else torch.tensor([0, prompt - 2])
+    path, ids = sliding_model(name), ids_of(2, prompt)
+    staged = agree(make, load_tiny, path, kv, ids, WINDOW + 3, pad)
+    cache = staged.caches.cache(2, prompt + WINDOW + 2, kv)
+    geometry = staged.kv.geometry
+    assert {store.slots for store in cache.stores} == {
+        min(w or cache.capacity, cache.capacity) for w in geometry.windows
+    }
+    if kv.keys == "token":
+        assert cache.nbytes == 2 * geometry.sequence_bytes(kv, "decode", cache.capacity)
+
+
+def test_Q11_k_of_n_layers_slide_is_told(make: Any, sliding_model: Any) -> None:
+    staged = make(sliding_model("gemma3"))
+    arm = staged.apply(policy_of(HANDOFF[1]), rows=[1, 30])
+    generation = arm.start(1, 40, None)
+    info = arm.kv_info()
+    assert (info.layers, info.quantized_layers, info.sliding_layers, info.window) == (3, 3, 2, WINDOW)
+    layer = info.bytes_per_token // 3
+    assert info.allocated_bytes == layer * (40 + 2 * WINDOW)
+    generation.prefill(ids_of(1, 30))
+    generation.handoff()
+    assert generation.kv_bytes() == layer * (30 + 2 * WINDOW)
+    read = sum(op.bytes * op.count for op in generation.step_cost().ops if op.name == "attention")
+    assert read == layer * (31 + 2 * WINDOW)
+
+
+def test_Q11_another_attention_keeps_all_positions_of_a_sliding_layer(
+    make: Any, load_tiny: Any, sliding_model: Any
+) -> None:
+    path, ids = sliding_model("mistral"), ids_of(2, 20)
+    staged = make(path, attention_name="eager")
+    tokens, ours = to_capacity(
+        staged.apply(policy_of(KvPolicy()), rows=[2, 40]), ids, 4, torch.tensor([0, 5])
+    )
+    model, _ = load_tiny(path)
+    wanted = reference(model, KvPolicy(), ids, tokens, torch.tensor([0, 5]))
+    torch.testing.assert_close(ours, wanted, rtol=1e-3, atol=2e-3)
+    assert {store.slots for store in staged.caches.cache(2, 23).stores} == {23}
+
+
+def test_Q11_state_space_and_hybrid_layers_are_refused_when_the_model_is_loaded(
+    load_tiny: Any, tiny_llama: Path
+) -> None:
+    model, masters = load_tiny(tiny_llama)
+    model.config.layer_types = ["full_attention", "mamba"]
+    with pytest.raises(UnfitError, match="mamba"):
+        StagedModel(model, masters, Cpu(), budget_bytes=None, kernels=load_kernels("cpu"))

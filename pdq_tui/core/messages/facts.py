@@ -111,6 +111,7 @@ class KvInfo(msgspec.Struct, kw_only=True):
     sliding_layers    of these, that keep their last ``window`` positions only
     quantized_layers  whose cache is not in the model's dtype
     sequence_bytes    of one sequence beside its positions
+    kernel            what reads it in decode; kernel_reason: why nothing faster that is known here
     allocated_bytes   buffers of these formats that the engine keeps for reuse
     free_bytes        what KV of this policy may take: free memory, all such buffers, and what only other policies hold;
                       None where the device does not tell
@@ -133,3 +134,5 @@ class KvInfo(msgspec.Struct, kw_only=True):
     sliding_layers: int = 0
     window: int | None = None
     sequence_bytes: int = 0
+    kernel: str | None = None
+    kernel_reason: str | None = None
