@@ -19,7 +19,7 @@ from pdq_tui.engine import kv_attention, kv_native, native
 from pdq_tui.engine.kv_formats import Codec, Fp8, Int4, Int8, Plain
 from pdq_tui.engine.kv_store import Filled, KvStore
 from tests.engine.test_kv_formats import rows
-from tests.engine.test_model_kv import EVERY, agree, label, make, policy_of  # noqa: F401
+from tests.engine.test_model_kv import EVERY, agree, builder, label, policy_of
 from tests.engine.test_model_staged import ids_of, run
 
 CPU = torch.device("cpu")
@@ -34,6 +34,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = Path(os.environ.get("PDQ_TEST_NATIVE", tmp_path_factory.getbasetemp().parent / "native"))
     reason = native.ensure(folder, lambda: None)
     assert reason is None, reason
+
+
+@pytest.fixture
+def make(load_tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("PDQ_HOME", str(tmp_path))
+    return builder(load_tiny)
 
 
 def parts_of(made: Codec, B: int, heads: int, slots: int) -> tuple[torch.Tensor, ...]:
@@ -193,7 +199,7 @@ def test_Q11_models_agree_with_attention_over_the_dequantized_cache(
     kv: KvPolicy,
     make: Any,
     load_tiny: Any,
-    tiny_llama: Path,  # noqa: F811
+    tiny_llama: Path,
 ) -> None:
     staged = agree(make, load_tiny, tiny_llama, kv, ids_of(3, 9), 6, torch.tensor([0, 4, 8]))
     [store] = staged.caches.cache(3, 15, kv).stores
@@ -206,7 +212,7 @@ def test_a_bf16_model_chooses_the_tokens_that_torchs_operators_choose(
     kv: KvPolicy,
     make: Any,
     tiny_llama_bf16: Path,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ids = ids_of(1, 20)
     ours, _ = run(make(tiny_llama_bf16).apply(policy_of(kv), rows=[1, 20]), ids, 8)
@@ -271,7 +277,7 @@ def test_tensors_that_do_not_belong_together_are_refused() -> None:
             bad()
 
 
-def test_policies_of_one_session_use_the_kernel_each(make: Any, tiny_llama_bf16: Path) -> None:  # noqa: F811
+def test_policies_of_one_session_use_the_kernel_each(make: Any, tiny_llama_bf16: Path) -> None:
     staged = make(tiny_llama_bf16)
     for kv in EVERY:
         policy = msgspec.structs.replace(find_policy("int8"), kv=kv)

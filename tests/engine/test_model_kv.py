@@ -40,15 +40,18 @@ HANDOFF = [
 EVERY = [KvPolicy(), *WRITE, *HANDOFF]
 
 
-@pytest.fixture
-def make(load_tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("PDQ_HOME", str(tmp_path))
-
+def builder(load_tiny: Any) -> Any:
     def build(path: Path, **options: Any) -> StagedModel:
         model, masters = load_tiny(path)
         return StagedModel(model, masters, Cpu(), budget_bytes=None, kernels=load_kernels("cpu"), **options)
 
     return build
+
+
+@pytest.fixture
+def make(load_tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("PDQ_HOME", str(tmp_path))
+    return builder(load_tiny)
 
 
 class Dequantized(DynamicCache):
