@@ -145,7 +145,7 @@ class KvCache(Cache):
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
-    ) -> tuple[Any, Any]:
+    ) -> Any:
         """Write [B, kv_heads, q, D] in place; returns what the stage's attention reads: tensors [B, kv_heads, n, D], or
         twice the same ``Filled``."""
         if self.decoding:
@@ -161,19 +161,19 @@ class KvCache(Cache):
         filled = Filled(store, place, self.end, channels)
         return filled, filled
 
-    def _prefill(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def _prefill(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, ...]:
         store, place = self._places[layer]
         if self.kv.convert == "handoff":
             store, place = self._waits(layer), 0
         store.write(place, self.start, keys, values)
         if store.plain and self.end <= store.slots:
             return store.views(place, self.end)
+        read = self._prefill_codec
+        if not isinstance(read, Plain) and self.end <= store.slots:
+            return tuple(store.read(place, which, 0, self.end, keys.dtype) for which in (0, 1))
         if self.start:
             raise RuntimeError("this KV cache takes a prompt in one piece")
-        read = self._prefill_codec
-        if isinstance(read, Plain):
-            return keys, values
-        # Encoded once more rather than read back: a sliding layer has kept the end of it only.
+        # What was just computed; rounded like what was written of it, which a sliding layer has kept the end of only.
         return read.decode(read.encode(keys), keys.dtype), read.decode(read.encode(values), values.dtype)
 
     def _waits(self, layer: int) -> KvStore:
