@@ -80,9 +80,9 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class KvCache(Cache):
     """A preallocated cache for ``batch`` sequences of up to ``capacity`` positions.
 
-    kv       formats of the two stages, and where they are converted
-    windows  whether sliding layers keep their window alone; False for attention that is not this engine's and reads
-             the keys of all positions
+    kv             formats of the two stages, and where they are converted
+    own_attention  this engine's attention reads it: sliding layers keep their window alone then; another one reads
+                   plain tensors of all positions
 
     ``advance(n)`` says that the next forward writes n positions; ``reset`` begins another request in the same buffers.
     """
@@ -95,16 +95,17 @@ class KvCache(Cache):
         device: torch.device,
         kv: KvPolicy = MODEL_DTYPE,
         *,
-        windows: bool = True,
+        own_attention: bool = True,
     ) -> None:
         self.shape, self.batch, self.capacity, self.kv, self.device = shape, batch, capacity, kv, device
         self.start = self.end = 0
         #: Additive [batch, 1, 1, capacity] of the present request, None where nothing is padded.
         self.mask: Tensor | None = None
         self.decoding = False
+        self._own_attention = own_attention
         self._prefill_codec = codec(kv, "prefill", shape.head_dim, shape.dtype)
         decode = codec(kv, "decode", shape.head_dim, shape.dtype)
-        slots = [min(w, capacity) if windows and w is not None else capacity for w in shape.windows]
+        slots = [min(w, capacity) if own_attention and w is not None else capacity for w in shape.windows]
         self.stores: list[KvStore] = []
         #: By layer: its store, and its place there.
         self._places: dict[int, tuple[KvStore, int]] = {}
@@ -156,7 +157,8 @@ class KvCache(Cache):
         store, place = self._places[layer]
         channels = self._channels[layer]
         store.write(place, self.start, keys if channels is None else channels.apart(keys), values)
-        if store.plain and not store.own_kernel and self.end <= store.slots:
+        our_kernel = store.own_kernel and self._own_attention
+        if store.plain and not our_kernel and self.end <= store.slots:
             return store.views(place, self.end)
         filled = Filled(store, place, self.end, channels)
         return filled, filled

@@ -48,7 +48,7 @@ class KvPool:
         if found is None:
             while len(kept) >= KEPT:
                 kept.popitem(last=False)
-            found = KvCache(self.shape, batch, capacity, self.device, kv, windows=self.own_attention)
+            found = KvCache(self.shape, batch, capacity, self.device, kv, own_attention=self.own_attention)
             kept[key] = found
         kept.move_to_end(key)
         return found

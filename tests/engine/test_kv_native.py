@@ -283,3 +283,10 @@ def test_policies_of_one_session_use_the_kernel_each(make: Any, tiny_llama_bf16:
         policy = msgspec.structs.replace(find_policy("int8"), kv=kv)
         _, logits = run(staged.apply(policy, rows=[1, 9]), ids_of(1, 9), 4)
         assert torch.isfinite(logits).all()
+
+
+def test_another_attention_gets_plain_tensors(make: Any, tiny_llama: Path) -> None:
+    ids = ids_of(1, 9)
+    _, wanted = run(make(tiny_llama).apply(policy_of(KvPolicy()), rows=[1, 9]), ids, 4)
+    _, got = run(make(tiny_llama, attention_name="eager").apply(policy_of(KvPolicy()), rows=[1, 9]), ids, 4)
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
