@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -81,13 +80,6 @@ def printable(text: str) -> str:
     """Text of a file, a model or a name, safe for a terminal: control characters are shown, never sent."""
     shown = "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
     return shown.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def finite(value: float | None) -> float | None:
-    """For ``callback=`` of options that take a number: nan and inf pass typer's own limits."""
-    if value is not None and not math.isfinite(value):
-        raise UsageError(f"{value} is no finite number")
-    return value
 
 
 def fraction(text: str, flag: str) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
 from pdq_tui import locations
-from pdq_tui.commands.common import finite, fraction, say
+from pdq_tui.commands.common import fraction, say
 from pdq_tui.config import Settings
 from pdq_tui.core.prompts import read_prompts
 from pdq_tui.core.protocol import Load
@@ -18,6 +19,14 @@ from pdq_tui.errors import UsageError
 from pdq_tui.host import demo
 
 DEMO: Final = "demo"
+
+
+def finite(param: typer.CallbackParam, value: float | None) -> float | None:
+    """For ``callback=`` of options that take a number: nan and inf pass typer's own limits."""
+    if value is not None and not math.isfinite(value):
+        raise UsageError(f"{param.opts[0]}: {value} is no finite number")
+    return value
+
 
 In = Annotated[
     int | None,

@@ -93,7 +93,8 @@ def new(
     path = locations.user_policies() / f"{name}.toml"
     if path.exists() and not force:
         raise UsageError(f"{path} is there already", "--force replaces it")
-    if name in policies(user_dir=Path("/nonexistent")) and not force:
+    shipped = name in policies(user_dir=Path("/nonexistent"))
+    if shipped and not force:
         raise UsageError(f"{name} is a shipped policy", "take another name; --force puts yours in its place")
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -102,7 +103,7 @@ def new(
         temporary.replace(path)
     except OSError as error:
         raise PdqError(f"{path} cannot be written: {error.strerror}") from error
-    if name in policies(user_dir=Path("/nonexistent")):
+    if shipped:
         say(f"{name} now stands in place of the shipped policy of that name")
     emit(str(path))
 

@@ -69,8 +69,7 @@ def table(predictions: Sequence[Prediction]) -> str:
         if p.kv_bytes_per_token is None:
             notes.append(f"{p.policy}: KV cache per token is not known: {p.kv_reason}")
         notes += [f"{p.policy}: {note}" for note in p.notes if note.startswith(REFUSED)]
-    for p in predictions[:1]:
-        notes += [note for note in p.notes if not note.startswith(REFUSED)]
+    notes += dict.fromkeys(note for p in predictions for note in p.notes if not note.startswith(REFUSED))
     return columns(rows, head) + "".join(f"- {note}\n" for note in notes)
 
 

@@ -48,6 +48,8 @@ def keep(run: Run, events: Sequence[Any], labels: Sequence[str], *, note: str, m
                 kept.snapshots.append(
                     (label, _save(run, run.path, events, label, note, reference, min_effect))
                 )
+            if run.text:  # complete, but not where it was asked for
+                kept.trouble.append(run.text)
             return kept
         except PdqError as error:
             kept.trouble.append(str(error))

@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from pdq_tui.commands import flags
-from pdq_tui.commands.common import emit, finite, runs_dir, say, settings
+from pdq_tui.commands.common import emit, runs_dir, say, settings
 from pdq_tui.commands.gate import TIMED, watched
 from pdq_tui.commands.progress import Printer
 from pdq_tui.config import Settings
 from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.policy import Policy
-from pdq_tui.core.protocol import Load
+from pdq_tui.core.protocol import Load, Request
 from pdq_tui.errors import FAILED, GATE, INTERRUPTED, OK, PdqError
 from pdq_tui.host import demo
 from pdq_tui.host.measure import MeasureError, measure
@@ -55,7 +55,7 @@ def run(
         typer.Option(
             "--budget",
             metavar="SECONDS",
-            callback=finite,
+            callback=flags.finite,
             help="Stop measuring after this many seconds. [none]",
         ),
     ] = None,
@@ -65,7 +65,7 @@ def run(
             "--min-seconds",
             metavar="SECONDS",
             min=0,
-            callback=finite,
+            callback=flags.finite,
             help="Go on until this much was measured, in seconds.",
         ),
     ] = 10.0,
@@ -151,6 +151,8 @@ def run(
     kept: Kept = keep(where, events, labels, note=name, min_effect=s.run.min_effect)
     if failure is not None:
         kept.tell()
+        if not any(isinstance(e, Request) for e in events) and str(where.path) not in (failure.hint or ""):
+            where.discard()  # nothing was measured, and no log of it is named
         raise failure
     if as_json or kept.lost:
         from pdq_tui.report.tables import to_json
@@ -165,7 +167,7 @@ def run(
     if code == INTERRUPTED:
         say(f"interrupted: what was measured until then is kept in {where.place}")
     rows = [r for r in kept.document["ratios"] if r["metric"] in gated]
-    if code == OK and (kept.trouble or where.text):
+    if code == OK and kept.trouble:
         code = FAILED
     for row in rows if code == OK else ():
         if row["judgement"] == "worse":

@@ -11,10 +11,13 @@ import typer
 
 from pdq_tui.commands.common import ascii_only, columns, emit, printable, runs_dir, say, settings
 from pdq_tui.commands.words import Dir, One, Several
-from pdq_tui.errors import UsageError
+from pdq_tui.errors import PdqError, UsageError
 
 app = typer.Typer(
-    add_completion=False, rich_markup_mode=None, no_args_is_help=True, help="List, show and delete snapshots."
+    add_completion=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="List, show, make and delete snapshots.",
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
@@ -22,13 +25,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 @app.command("list", help="All snapshots, oldest first; damaged ones are listed with what is wrong.")
 def list_(as_json: AsJson = False, directory: Dir = None) -> None:
-    from pdq_tui.store.listing import list_snapshots
+    from pdq_tui.store.listing import list_snapshots, runs_without
 
     runs = runs_dir(settings({"run.dir": ("--dir", directory)}))
     found = list_snapshots(runs)
     if as_json:
         emit(json.dumps([msgspec.to_builtins(s) for s in found], indent=1))
         return
+    without = runs_without(runs)
+    if without:
+        say(
+            f"{len(without)} run{'s' if len(without) > 1 else ''} without a snapshot, the last {without[-1]}: "
+            f"`pdq-tui snapshots make RUN` makes them from its journal"
+        )
     if not found:
         say(f"there is no snapshot in {runs}; `pdq-tui run` makes one an arm, s in the app makes one")
         return
@@ -60,6 +69,40 @@ def show(word: One, as_json: AsJson = False, directory: Dir = None) -> None:
         emit(render(snapshot.document(), "json"))
     else:
         emit(render(snapshot.document(), "table", ascii_only=ascii_only()))
+
+
+@app.command(help="Make a snapshot of each arm of a run from its journal, as after an app that was killed.")
+def make(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's id, its last four characters, or its directory.")
+    ],
+    arm: Annotated[
+        list[str] | None,
+        typer.Option("--arm", metavar="ARM", help="Only this arm; repeat it. [all measured]"),
+    ] = None,
+    note: Annotated[str, typer.Option("--name", metavar="TEXT", help="A note that is kept with them.")] = "",
+    directory: Dir = None,
+) -> None:
+    from pdq_tui.core.analysis import collect, timed
+    from pdq_tui.host.journal import read_events
+    from pdq_tui.store.listing import resolve_run
+    from pdq_tui.store.snapshot import save
+
+    loaded = settings({"run.dir": ("--dir", directory)})
+    place = resolve_run(run, runs_dir(loaded))
+    try:
+        events = list(read_events(place / "events.jsonl"))
+    except OSError as error:
+        raise PdqError(f"{place / 'events.jsonl'} cannot be read: {error.strerror or error}") from error
+    facts = collect(events)
+    labels = facts.labels()
+    wanted = arm or [a for a in labels if timed(facts.of(a))]
+    if not wanted:
+        raise PdqError(f"nothing was measured in {place}", f"its log: {place / 'stderr.log'}")
+    effect = loaded.settings.run.min_effect
+    for label in wanted:
+        path = save(place, events, label, note, reference=labels[0], min_effect=effect)
+        emit(f"{place.name}/{path.name}  {label}  {path}")
 
 
 @app.command(help="Delete snapshots. Asks first; without a terminal it needs --yes.")

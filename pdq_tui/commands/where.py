@@ -28,6 +28,11 @@ def where(
         "runs": runs_dir(settings()),
         "log": locations.log_file(),
         "cache": locations.cache_dir(),
+        # Deleting one of these has it made anew: own kernels, compiled layers, measured peaks.
+        "own kernels": locations.cache_dir() / "native",
+        "compiled layers": locations.cache_dir() / "inductor",
+        "peaks": locations.cache_dir() / "peaks",
+        "demo peaks": locations.demo_dir() / "peaks",
         "demo": model_dir(),
     }
     if as_json:

@@ -111,7 +111,8 @@ def arm_stats(
 ) -> dict[str, Summary]:
     """Summaries of one arm's requests by metric id. Left out: warm-up, first use, cancelled, invalid, control
     (``counts`` tells how many). Memory is from the solo passes where there are any. A peak is the largest of all
-    passes and has no interval; everything else is a median whose interval takes a block as one observation (``units``)."""
+    passes and has no interval; everything else is a median whose interval takes a block as one observation
+    (``units``)."""
     used = timed(requests)
     solo = [r for r in requests if r.kind == "solo" and r.valid and not r.cancelled]
     mixed = _mixed_lengths(used)

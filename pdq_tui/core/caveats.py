@@ -41,6 +41,7 @@ def warnings(facts: Facts, labels: Sequence[str]) -> list[str]:
     out += [f"{e.role} worker: {e.text}" for e in facts.exits if not e.expected]
     out += [f"{f.kind}: {f.message}" for f in facts.failures]
     out += [n.text for n in facts.notes if n.level in ("warn", "error")]
+    out += facts.model.notes if facts.model else []
     return list(dict.fromkeys(out))
 
 

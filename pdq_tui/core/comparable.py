@@ -4,14 +4,12 @@ differed. Which metrics it touches is told, so that the others keep their word."
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 from pdq_tui.core.arms import invalid_reason
 from pdq_tui.core.facts import Facts
 from pdq_tui.core.metrics import METRICS, PRIMARY, RATIO_METRICS
+from pdq_tui.core.policy import STAGES
 from pdq_tui.core.protocol import ArmReady, Coverage
-
-STAGES: Final = ("prefill", "decode")
 
 
 def stage_metrics(stage: str) -> tuple[str, ...]:

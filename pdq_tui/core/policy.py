@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -110,6 +111,17 @@ class Policy(msgspec.Struct, frozen=True):
         if module == "lm_head" or module.endswith(".lm_head"):
             return Format()
         return self.stage(stage).format
+
+    def unmatched(self, modules: Iterable[str]) -> list[str]:
+        """A sentence for each pattern of [[keep]] that names none of the model's linear layers: mistyped, most often,
+        or of another family."""
+        names = list(modules)
+        return [
+            f"[[keep]] {pattern!r} names no linear layer of this model"
+            for keep in self.keep
+            for pattern in keep.modules
+            if not fnmatch.filter(names, pattern)
+        ]
 
     def with_stage(self, stage: Stage, value: StagePolicy) -> Policy:
         """The same policy with one stage replaced: named after what it does, marked unsaved with a trailing *."""

@@ -74,6 +74,7 @@ def predict(
         if shapes.fused
         else []
     )
+    notes += [f"{policy.name}: {text}" for text in policy.unmatched(x.name for x in shapes.linears)]
     notes.append("from shapes alone: the engine's plan with the real device has the last word")
     kv, geometry = policy.kv, shapes.kv
     if geometry is not None:

@@ -145,7 +145,7 @@ def _weight_files(path: Path) -> list[Path]:
         missing = [name for name in names if not (path / name).is_file()]
         if missing:
             raise UsageError(
-                f"{path}: {len(missing)} of {len(names)} weight files are missing: {_few(missing)}",
+                f"{path}: {len(missing)} of {len(names)} weight files are missing: {few(missing)}",
                 "download the model again, the download was not finished",
             )
         return [path / name for name in names]
@@ -155,7 +155,7 @@ def _weight_files(path: Path) -> list[Path]:
     return files
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 

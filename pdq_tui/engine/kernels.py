@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
-import sys
 import sysconfig
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -61,8 +59,7 @@ def capability(device: HasCapability, *, buildable: bool = False) -> Capability:
 
 def has_cxx() -> bool:
     """Is there what torch's inductor needs to build a program for the CPU: the compiler it would call, and Python.h?"""
-    compiler = shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
-    return compiler is not None and (Path(sysconfig.get_path("include")) / "Python.h").is_file()
+    return native.compiler() is not None and (Path(sysconfig.get_path("include")) / "Python.h").is_file()
 
 
 def shape_class(N: int, K: int) -> tuple[int, int]:
@@ -79,9 +76,7 @@ class Prober:
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
-        ours = native.loaded()
-        mine = ours.parent.name if ours else "none"
-        self._stamp = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {mine}"
+        self._stamp = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {native.identity()}"
         self._known: dict[ProbeKey, bool] = {}
 
     def broken(

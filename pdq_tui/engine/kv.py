@@ -22,6 +22,8 @@ from pdq_tui.engine.kv_store import ENCODE_BLOCK, Filled, KvStore
 from pdq_tui.errors import UsageError
 
 MODEL_DTYPE: Final = KvPolicy()
+#: What a cache held at some time, by store and part.
+Held = list[list[Tensor]]
 
 
 def windows_of(config: Any) -> tuple[int | None, ...]:
@@ -126,10 +128,28 @@ class KvCache(Cache):
         return sum(store.nbytes for store in self.stores)
 
     def reset(self) -> None:
-        self.start = self.end = 0
+        self.rewind(0)
         self.decoding = False
         self._waiting = [None] * self.shape.layers
         self._channels = [None] * self.shape.layers
+
+    def rewind(self, positions: int) -> None:
+        """Forget all but the first positions, in the same stage."""
+        self.start = self.end = positions
+
+    def copied(self) -> Held:
+        """A copy of all that is held."""
+        return [[part.clone() for part in store.parts] for store in self.stores]
+
+    def restore(self, held: Held, layer: int | None = None) -> None:
+        """Hold again what ``copied`` gave: everything, or what belongs to one layer."""
+        for store, parts in zip(self.stores, held, strict=True):
+            for part, before in zip(store.parts, parts, strict=True):
+                if layer is None:
+                    part.copy_(before)
+                elif self._places[layer][0] is store:
+                    place = self._places[layer][1]
+                    part[place].copy_(before[place])
 
     def activate(self) -> None:
         """Make this the cache that compiled layers write to: a program cannot be given one as an argument."""

@@ -6,8 +6,9 @@ model of 30 equal layers is compiled once, in seconds, and a policy whose layers
 Keys and values stay outside of the program: one operator of ours writes them into the active cache and attends over
 its filled part, so no shape in the program changes from step to step.
 
-Nothing guards a program at run time. Instead every layer's result is compared with that of the modules it stands for
-before it is used; where one differs, or anything else does not fit, the view stays eager and says why.
+Nothing guards a program at run time. Instead every layer's results, and the logits of several steps, are compared with
+those of the modules before it is used (``agreement``); where one differs by more than rounding explains, or anything else
+does not fit, the view stays eager and says why.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,32 +26,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pdq_tui.engine.agreement import Agreement, first_line
 from pdq_tui.engine.attention import UNSUPPORTED, decode_product
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.formats.linears import PackedLinear
 from pdq_tui.engine.kv import KvCache, active_cache
+from pdq_tui.engine.recorded import (
+    Call,
+    UncompiledError,
+    find_layers,
+    owned,
+    reach,
+    record_step,
+    signature_of,
+)
 
 _log = logging.getLogger(__name__)
 
 ATTENTION: Final = "pdq_decode_layer"
-#: Largest difference of what a layer adds to the hidden state, program against modules, relative to it. Both round to
-#: the model's dtype, the program at fewer places.
-TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
-#: Steps from an empty cache before a layer is recorded.
+#: Steps from an empty cache before layers are recorded, and steps that are recorded then.
 RECORD_AFTER: Final = 3
+RECORDED: Final = 3
 #: Seconds between two looks at whether a compilation was cancelled.
 POLL_S: Final = 0.05
 
-#: A mask has another shape at every step, and the operator takes it from the cache.
-_NO_MASK: Final = {"attention_mask": None}
-
 Program = Callable[..., Any]
-
-
-class UncompiledError(Exception):
-    """These layers stay eager; the message says why."""
 
 
 # -- the one operator that knows the cache -----------------------------------------------------------------------------
@@ -116,32 +116,12 @@ def _traced_attention(
 AttentionInterface.register(ATTENTION, _traced_attention)
 
 
-class _PassCache:
-    """Stands for the cache while a layer is traced: the operator does the writing."""
-
-    def update(self, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        return key, value
-
-
 # -- what a layer consists of ------------------------------------------------------------------------------------------
-
-
-def _owners(layer: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """(the dict that holds it, its key, tensor) of every parameter and buffer, in a fixed order."""
-    for module in layer.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None:
-                    yield held, name, tensor
-
-
-def _tensors(layer: nn.Module) -> list[Tensor]:
-    return [tensor.detach() for _, _, tensor in _owners(layer)]
 
 
 @contextmanager
 def _standing_in(layer: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
-    owners = list(_owners(layer))
+    owners = list(owned(layer))
     try:
         for (held, name, _), tensor in zip(owners, tensors, strict=True):
             held[name] = tensor
@@ -163,141 +143,13 @@ def _copy(module: nn.Module) -> nn.Module:
     return mine
 
 
-def _find(model: nn.Module) -> list[tuple[nn.ModuleList, int]]:
-    """Where the decoder layers are: (list, index), in the model's order."""
-    found = []
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            found += [
-                (module, i) for i, child in enumerate(module) if isinstance(child, GradientCheckpointingLayer)
-            ]
-    return found
-
-
-# -- recording ---------------------------------------------------------------------------------------------------------
-
-
-#: Where an argument stands: 0 positional or 1 by name, then its keys.
-Place = tuple[int, tuple[Any, ...]]
-
-
-@dataclass
-class _Call:
-    """One recorded call of a layer. ``paths`` and ``inputs``: its tensor arguments, the mask not among them."""
-
-    layer: nn.Module
-    slot: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    paths: list[Place]
-    inputs: list[Tensor]
-    tensors: list[Tensor]
-    out: Tensor | None = None
-
-
-def _record(layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    """The cache becomes a stand-in, the mask None: the operator has both."""
-    found, spec = pytree.tree_flatten_with_path(
-        (args, kwargs | _NO_MASK if "attention_mask" in kwargs else kwargs)
-    )
-    leaves = [
-        _PassCache() if isinstance(leaf, KvCache) else leaf.clone() if isinstance(leaf, Tensor) else leaf
-        for _, leaf in found
-    ]
-    paths = [(_key(path[0]), tuple(map(_key, path[1:]))) for path, leaf in found if isinstance(leaf, Tensor)]
-    mine, named = pytree.tree_unflatten(leaves, spec)
-    return _Call(
-        layer,
-        _slot(layer, number),
-        mine,
-        named,
-        paths,
-        [x for x in leaves if isinstance(x, Tensor)],
-        _tensors(layer),
-    )
-
-
-def _key(entry: pytree.KeyEntry) -> Any:
-    """What stands between the brackets."""
-    if isinstance(entry, pytree.SequenceKey):
-        return entry.idx
-    if isinstance(entry, pytree.MappingKey):
-        return entry.key
-    raise UncompiledError(f"a layer's arguments hold a {type(entry).__name__}")
-
-
-def _reach(args: tuple[Any, ...], kwargs: dict[str, Any], path: Place) -> Any:
-    found: Any = kwargs if path[0] else args
-    for key in path[1]:
-        found = found[key]
-    return found
-
-
-def _signature(call: _Call) -> tuple[Any, ...]:
-    """Equal for layers that one program may serve: classes, plain settings, and what every tensor looks like. Whether
-    that was enough, the comparison of results tells."""
-    modules = tuple(
-        (
-            name,
-            type(module).__qualname__,
-            tuple(
-                (key, value)
-                for key, value in sorted(vars(module).items())
-                if isinstance(value, (int, float, str, bool)) and key != "layer_idx"
-            ),
-        )
-        for name, module in call.layer.named_modules()
-    )
-    flat, _ = pytree.tree_flatten((call.args, call.kwargs))
-    fixed = tuple(repr(x) for x in flat if x is None or isinstance(x, (int, float, str, bool)))
-    looks = tuple((tuple(x.shape), x.stride(), x.dtype) for x in [*call.inputs, *call.tensors])
-    return modules, fixed, tuple(call.paths), looks
-
-
-class _Recorder:
-    """Hooks on every layer for one step."""
-
-    def __init__(self, places: Sequence[tuple[nn.ModuleList, int]]) -> None:
-        self.calls: dict[int, _Call] = {}
-        self._handles = []
-        for number, (held, index) in enumerate(places):
-            layer = held[index]
-            self._handles.append(layer.register_forward_pre_hook(self._before(number), with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(self._after(number)))
-
-    def _before(self, number: int) -> Callable[..., None]:
-        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.calls[number] = _record(layer, number, args, kwargs)
-
-        return hook
-
-    def _after(self, number: int) -> Callable[..., None]:
-        def hook(_layer: nn.Module, _args: object, out: object) -> None:
-            if isinstance(out, Tensor):
-                self.calls[number].out = out.clone()
-
-        return hook
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-def _slot(layer: nn.Module, number: int) -> int:
-    """The layer's number in the cache."""
-    found = {int(i) for m in layer.modules() if isinstance(i := getattr(m, "layer_idx", None), int)}
-    if len(found) > 1:
-        raise UncompiledError("a layer writes to more than one place of the cache")
-    return found.pop() if found else number
-
-
 # -- compiling ---------------------------------------------------------------------------------------------------------
 
 
 class CompiledLayer(nn.Module):
     """A decoder layer as a program of its arguments' tensors, its number, and its own tensors."""
 
-    def __init__(self, program: Program, call: _Call) -> None:
+    def __init__(self, program: Program, call: Call) -> None:
         super().__init__()
         self._program, self._paths = program, tuple(call.paths)
         self._shapes = [tensor.shape for tensor in call.inputs]
@@ -306,7 +158,7 @@ class CompiledLayer(nn.Module):
         self._stands_for = (call.layer,)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = [_reach(args, kwargs, path) for path in self._paths]
+        given = [reach(args, kwargs, path) for path in self._paths]
         if [
             tensor.shape for tensor in given
         ] != self._shapes:  # a program would read past them, without a word
@@ -319,8 +171,7 @@ class LayerCompiler:
     """Programs by signature, kept as long as the model; compiled one at a time, in a thread, so that a cancel is
     answered while the C++ compiler runs. What was being compiled then is finished and kept."""
 
-    def __init__(self, dtype: torch.dtype, folder: Path) -> None:
-        self.tolerance = TOLERANCE[dtype]
+    def __init__(self, folder: Path) -> None:
         # Read by inductor when it first compiles; a user's own choice stands.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
         self.programs: dict[tuple[Any, ...], Program] = {}
@@ -340,17 +191,18 @@ class LayerCompiler:
     def attach(
         self,
         model: PreTrainedModel,
-        step: Callable[[], object],
+        step: Callable[[], Tensor],
         cache: KvCache,
         progress: Callable[[str], None],
         cancelled: Callable[[], bool],
     ) -> None:
         """Put programs in place of ``model``'s decoder layers.
 
-        step   runs one eager decode step of ``model`` on ``cache``, an empty one of at least RECORD_AFTER + 1 positions.
+        step   runs one decode step of ``model`` on ``cache``, an empty one of at least RECORD_AFTER + RECORDED positions,
+               and returns its logits [B, V].
         Raises UncompiledError, the model unchanged, and Cancelled, likewise.
         """
-        places = _find(model)
+        places = find_layers(model)
         if not places:
             raise UncompiledError("no decoder layers of transformers' kind were found")
         inside = [m for held, i in places for m in held[i].modules()]
@@ -359,19 +211,14 @@ class LayerCompiler:
             raise UncompiledError(f"{type(scratch[0]).__name__} widens its weights into shared memory")
         for _ in range(RECORD_AFTER):
             step()
-        recorder = _Recorder(places)
-        try:
-            step()
-        finally:
-            recorder.close()
-        calls = [recorder.calls[i] for i in range(len(places)) if i in recorder.calls]
-        if len(calls) != len(places) or any(call.out is None for call in calls):
-            raise UncompiledError("its layers do not return one tensor each")
+        steps = [record_step(places, step, cache) for _ in range(RECORDED)]
+        agreement = Agreement(cache, steps, cancelled)
+        calls = steps[-1].calls
         compiled = []
         self.settle()  # it may be compiling just this
         cache.activate()
         for number, call in enumerate(calls):
-            signature = _signature(call)
+            signature = signature_of(call)
             if signature not in self.programs:
                 progress(
                     f"compiling the decoder layers of this kind once, from layer {number} of {len(calls)}"
@@ -379,30 +226,18 @@ class LayerCompiler:
                 self._in_thread(signature, call, cache, cancelled)
             compiled.append(CompiledLayer(self.programs[signature], call))
         progress("comparing the compiled layers with the model's own")
-        for number, (layer, call) in enumerate(zip(compiled, calls, strict=True)):
-            self._compare(layer, call, number)
+        for number, layer in enumerate(compiled):
+            agreement.compare_layer(number, layer)
+        explained = agreement.rounding_of_logits(step)
         _replace(model, places, compiled)
-
-    def _compare(self, layer: CompiledLayer, call: _Call, number: int) -> None:
-        """The change that the layer makes to the hidden state, beyond what rounding that state itself explains: a few
-        of its channels may be a thousand times larger than any change."""
-        assert call.out is not None
         try:
-            got = layer(*call.args, **call.kwargs).double()
-        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise UncompiledError(f"layer {number} compiled does not run: {_first_line(error)}") from error
-        wanted = call.out.double()
-        change = (wanted - call.inputs[0].double()).norm()
-        rounding = 2 * torch.finfo(call.out.dtype).eps * wanted.abs()
-        error_share = float(((got - wanted).abs() - rounding).clamp_min(0).norm() / change.clamp_min(1e-12))
-        if not error_share <= self.tolerance:
-            raise UncompiledError(
-                f"layer {number} compiled differs from its modules by {error_share:.2g}"
-                f" (allowed {self.tolerance:g})"
-            )
+            agreement.compare_logits(step, explained)
+        except (UncompiledError, Cancelled):
+            _replace(model, places, [call.layer for call in calls])
+            raise
 
     def _in_thread(
-        self, signature: tuple[Any, ...], call: _Call, cache: KvCache, cancelled: Callable[[], bool]
+        self, signature: tuple[Any, ...], call: Call, cache: KvCache, cancelled: Callable[[], bool]
     ) -> None:
         failed: list[BaseException] = []
 
@@ -424,13 +259,15 @@ class LayerCompiler:
             if isinstance(failed[0], UncompiledError):
                 raise failed[0]
             _log.warning("a decoder layer could not be compiled", exc_info=failed[0])
-            raise UncompiledError(f"the compiler failed: {_first_line(failed[0])}") from failed[0]
+            raise UncompiledError(f"the compiler failed: {first_line(failed[0])}") from failed[0]
 
 
-def _compile(call: _Call) -> Program:
+def _compile(call: Call) -> Program:
     """Trace one layer and compile it. Its program takes the tensors among the flattened arguments, the slot, and the
     layer's own tensors."""
     from torch import _inductor
+    from torch._inductor import codecache
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch.fx.experimental.proxy_tensor import make_fx
 
     layer = _copy(call.layer)
@@ -449,6 +286,9 @@ def _compile(call: _Call) -> Program:
             raise UncompiledError("its layers do not return one tensor each")
         return out
 
+    # Torch keeps its precompiled headers (150 MB) in the temporary directory, wherever its cache is.
+    headers = Path(cache_dir()) / "precompiled_headers"
+    codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = str(headers), str(headers / "locks")
     # no_grad, not inference_mode: tensors made in the latter cannot be traced
     with torch.inference_mode(False), torch.no_grad():
         inputs: list[Any] = [*(x.clone() for x in call.inputs), torch.tensor(call.slot), *call.tensors]
@@ -460,8 +300,7 @@ def _compile(call: _Call) -> Program:
             graph,
             inputs,
             # In this process, no pool of workers that would outlive it; no checks of shapes that cannot change.
-            # No precompiled headers either: 150 MB in the temporary directory for a handful of kernels.
-            options={"compile_threads": 1, "size_asserts": False, "cpp_cache_precompile_headers": False},
+            options={"compile_threads": 1, "size_asserts": False},
         )
         program(*inputs)  # the C++ is built on the first call
     return program
@@ -473,7 +312,3 @@ def _replace(
     """The lists are the view's own shells, their entries are changed in place."""
     for (held, index), layer in zip(places, compiled, strict=True):
         held._modules[str(index)] = layer
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0]

@@ -9,10 +9,11 @@ notes say so.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from accelerate import init_empty_weights
@@ -25,12 +26,14 @@ from pdq_tui.core.protocol import Load, ModelInfo
 from pdq_tui.engine import convert, hub
 from pdq_tui.engine.cancel import check, interruptible
 from pdq_tui.engine.census import packable
-from pdq_tui.engine.checkpoint import Checkpoint, HeldMasters, MappedMasters, Masters, inspect
+from pdq_tui.engine.checkpoint import Checkpoint, HeldMasters, MappedMasters, Masters, few, inspect
 from pdq_tui.engine.device import Device
 from pdq_tui.errors import PdqError, UsageError
 
 # transformers ships no types for its factories.
 _AUTO: Any = AutoModelForCausalLM
+#: The number of a decoder layer in a weight's name, in all families: model.layers.3., transformer.h.3., …
+_LAYER: Final = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -94,6 +97,7 @@ def load_model(command: Load, device: Device, progress: Progress, cancelled: Can
     check(cancelled)
     digest, digest_note = interruptible(checkpoint.sha256, cancelled)
     notes.extend([digest_note] if digest_note else [])
+    notes.extend(_left_over(checkpoint, skeleton))
     return LoadedModel(
         skeleton=skeleton,
         masters=masters,
@@ -256,6 +260,21 @@ def _mapped(
     return model, masters
 
 
+def _left_over(checkpoint: Checkpoint, model: Any) -> list[str]:
+    """A sentence where weights of the files are no part of this model as far as their numbered layers go: a config.json
+    with fewer layers describes another model. Names of other things differ between checkpoints and say nothing."""
+    layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 0))
+    beyond = sorted(
+        name for name in checkpoint.tensors if (n := _LAYER.search(name)) and int(n.group(1)) >= layers
+    )
+    if not layers or not beyond:
+        return []
+    return [
+        f"{len(beyond)} weights of the files belong to layers beyond the {layers} that config.json describes, and are"
+        f" not used: {few(beyond)}"
+    ]
+
+
 def _read(masters: Masters, name: str, device: Device, cancelled: Cancel) -> torch.Tensor:
     """One weight on the device; a large one may take the disk, or the way to the device, many seconds."""
 
@@ -278,13 +297,24 @@ def _held(
 
     def work() -> Any:
         return _AUTO.from_pretrained(
-            checkpoint.path, dtype=dtype, local_files_only=True, trust_remote_code=command.trust_remote_code
+            checkpoint.path,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=command.trust_remote_code,
+            output_loading_info=True,
         )
 
     try:
-        model = interruptible(work, cancelled)
+        model, found = interruptible(work, cancelled)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise PdqError(f"{checkpoint.path.name} cannot be loaded: {_first_line(error)}") from error
+    missing = sorted(found["missing_keys"])
+    if missing:  # transformers fills them with random numbers
+        raise UsageError(
+            f"{checkpoint.path.name}: config.json describes a model of which {len(missing)} weights are not in the"
+            f" files: {few(missing)}",
+            "take the config.json that belongs to these weights",
+        )
     linear = packable(model)
     held: dict[str, torch.Tensor] = {}
     for names, parameter in _parameter_groups(model):

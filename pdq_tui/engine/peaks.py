@@ -89,10 +89,9 @@ def _best_of(one: Peaks, other: Peaks) -> Peaks:
 
 
 def _key(info: DeviceInfo) -> str:
-    ours = native.loaded()
     parts = [
         PROBES_VERSION, info.kind, info.name, info.uuid, info.threads, info.isa, torch.__version__,
-        ours.parent.name if ours else None,
+        native.identity(),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 

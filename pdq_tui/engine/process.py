@@ -33,6 +33,26 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
+def end_group_with_me() -> None:
+    """Have every process of our group killed when this one ends, however it ends: compilers start helpers of their own,
+    which neither know us nor ask the kernel to die with anyone.
+
+    A shell in our group waits for the end of a pipe that only we hold. Only where this process leads its session, as
+    workers do: in anybody else's group are others.
+    """
+    global _keeper
+    if os.getsid(0) == os.getpid():
+        _keeper = subprocess.Popen(
+            ["/bin/sh", "-c", "trap '' HUP INT TERM; read -r _; kill -KILL 0"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+
+_keeper: subprocess.Popen[bytes] | None = None
+
+
 def run_module(
     module: str,
     arguments: Sequence[str],

@@ -69,15 +69,16 @@ def prepare(workload: Workload, tokenizer: Any, model: ModelInfo, built_in: Buil
     """
     if workload.output_tokens < 1 or workload.batch < 1 or (workload.prompt_tokens or 1) < 1:
         raise UsageError("a workload needs at least one prompt token, one output token and a batch of one")
-    if workload.prompt_tokens is not None:
+    if workload.prompt_tokens is not None and workload.prompts != "file":
         # Before as many tokens are made: a typing error of three zeros would take minutes and the machine's memory.
         reason = _too_long(workload.prompt_tokens, workload, model)
-        if reason is None and workload.prompt_tokens * workload.batch > MOST_TOKENS:
-            reason = (
-                f"{workload.prompt_tokens} tokens × {workload.batch} rows are more than {MOST_TOKENS} a pass"
-            )
         if reason is not None:
             raise UsageError(f"no prompt can run: {reason}", _hint(model))
+        if workload.prompt_tokens * workload.batch > MOST_TOKENS:
+            raise UsageError(
+                f"{workload.prompt_tokens} prompt tokens × {workload.batch} rows are more than {MOST_TOKENS} a pass",
+                "a smaller batch (--batch) or shorter prompts (--in)",
+            )
     notes: list[str] = []
     applied = False
     if workload.prompts == "file":

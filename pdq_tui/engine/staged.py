@@ -32,7 +32,7 @@ from pdq_tui.engine.generation import Generation
 from pdq_tui.engine.kernels import Prober, capability
 from pdq_tui.engine.kv import KvCache, KvShape
 from pdq_tui.engine.kv_pool import KvPool
-from pdq_tui.engine.layers import RECORD_AFTER, LayerCompiler, UncompiledError
+from pdq_tui.engine.layers import RECORD_AFTER, RECORDED, LayerCompiler
 from pdq_tui.engine.plan import (
     Placement,
     Plan,
@@ -42,6 +42,7 @@ from pdq_tui.engine.plan import (
     warnings_of,
     weights_of,
 )
+from pdq_tui.engine.recorded import UncompiledError
 from pdq_tui.engine.views import Caller, copy_shell
 from pdq_tui.engine.weights import HEADROOM_BYTES, Key, Progress, WeightStore
 from pdq_tui.errors import UnfitError, UsageError
@@ -108,7 +109,7 @@ class StagedModel:
         self.caller = Caller(skeleton)
         self.attention_name = attention_name
         self.layers, self._table = layers, kernels
-        self.compiler = LayerCompiler(self.dtype, locations.cache_dir() / "inductor")
+        self.compiler = LayerCompiler(locations.cache_dir() / "inductor")
         self._arms: weakref.WeakSet[StagedArm] = weakref.WeakSet()
         self._views: weakref.WeakValueDictionary[tuple[Any, ...], View] = weakref.WeakValueDictionary()
 
@@ -142,6 +143,7 @@ class StagedModel:
             )
         if warnings and hard:
             raise UnfitError(f"{policy.name}: {warnings[0]}", "leave out --hard to allow it")
+        warnings += policy.unmatched(placement.layer.name for placement in by_stage["prefill"])
         weights = weights_of(by_stage, self.census, coverage)
         new = self.store.new_bytes(wanted)
         weights.session_resident_bytes = self.session_resident_bytes + new
@@ -259,16 +261,15 @@ class StagedModel:
     def _compile(self, view: View, rows: int, progress: Progress, cancelled: Callable[[], bool]) -> None:
         """Compiled layers in the view's place, or the reason why it stays as it is."""
         begin = time.monotonic()
-        cache = KvCache(self.kv, rows, RECORD_AFTER + 1, self.device.torch_device)
+        cache = KvCache(self.kv, rows, RECORD_AFTER + RECORDED, self.device.torch_device)
+        cache.handoff()
         words = int(self.skeleton.config.get_text_config().vocab_size)
 
-        cache.handoff()
-
-        def step() -> None:
+        def step() -> Tensor:
             cache.advance(1)
             token = torch.arange(rows, device=self.device.torch_device)[:, None] * 7 + 31 * cache.end
             position = torch.full_like(token, cache.start)
-            self.caller.logits(view.model, token % words, None, position, cache)
+            return self.caller.logits(view.model, token % words, None, position, cache)
 
         try:
             with torch.inference_mode():
@@ -416,6 +417,11 @@ def _check_fit(model: PreTrainedModel, attention_name: str) -> None:
         other.append("keys and values shared between layers")
     if other:
         raise UnfitError(f"this model has {', '.join(other)}, which this engine does not run")
+    if attention_name == "pdq" and not model._supports_attention_backend:
+        raise UnfitError(
+            f"{type(model).__name__} has attention of its own, which nothing takes the place of",
+            "load it with --attention eager",
+        )
     if attention_name == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
         raise UnfitError(
             "this model caps its attention scores, which sdpa leaves out", "use attention pdq or eager"

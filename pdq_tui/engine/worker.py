@@ -2,7 +2,7 @@
 
 Libraries print, also from C++, so the event pipe is moved away from descriptor 1 before anything is imported, and 1
 and 2 both lead to what was stderr: the log. The process ends with its parent whatever happens: the kernel kills it
-when the thread that started it ends, and a thread of ours leaves when stdin closes.
+when the thread that started it ends, and a thread of ours leaves when stdin closes. What it started ends with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib import metadata
 from pdq_tui.core import protocol as p
 from pdq_tui.engine import stops
 from pdq_tui.engine.channel import EventWriter, Inbox
-from pdq_tui.engine.process import die_with_parent
+from pdq_tui.engine.process import die_with_parent, end_group_with_me
 
 LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "torchao", "bitsandbytes", "pdq-tui")
 #: How long the last events may take to leave, in seconds.
@@ -50,6 +50,7 @@ def main() -> int:
     parent = os.getppid()
     commands, events = take_pipes()
     die_with_parent(parent)
+    end_group_with_me()
     # Ctrl-C belongs to the app, which tells us what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stops.watch()

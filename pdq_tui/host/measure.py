@@ -52,7 +52,7 @@ class MeasureError(PdqError):
     @property
     def requests(self) -> int:
         """How many requests were measured before it failed."""
-        return sum(isinstance(e, p.Request) for e in self.events)
+        return sum(isinstance(e, p.Request) and e.valid for e in self.events)
 
 
 def labels(policies: Sequence[Policy]) -> list[str]:
@@ -113,7 +113,7 @@ def measure(
         with _ctrl_c(driver):
             reason = driver.run()
     except PdqError as error:
-        kept = sum(isinstance(e, p.Request) for e in driver.events)
+        kept = sum(isinstance(e, p.Request) and e.valid for e in driver.events)
         hint = error.hint
         if kept:
             where = f"{kept} requests measured before it are kept in {run.place}"

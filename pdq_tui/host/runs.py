@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import secrets
+import shutil
 import signal
 import socket
 import tempfile
@@ -75,6 +76,11 @@ class Run:
         if not self.in_memory:
             with contextlib.suppress(OSError):
                 (self.path / LOCK).unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        """The run came to nothing: its directory goes. What cannot be deleted stays, and harms nobody."""
+        if not self.in_memory:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def _write_lock(self) -> None:
         if self.in_memory:

@@ -45,8 +45,8 @@ def lines(event: Any) -> list[Line]:
             return _workload_ready(event)
         case WorkloadRefused():
             return [("error", f"workload refused: {event.reason}", event.hint)]
-        case RunEnded(reason=reason) if reason in ("failed", "budget"):
-            return [("warn", f"the run ended ({reason}) after {event.requests} requests", None)]
+        case RunEnded(reason="budget"):  # of one that failed, the failure says why
+            return [("warn", f"the run ended (budget) after {event.requests} requests", None)]
         case TaskEnded(cancelled=True):
             return [("info", f"{event.task} {event.label}: cancelled", None)]
         case TaskEnded(ok=False):

@@ -226,7 +226,8 @@ class Session:
             arm.first_use += tally.first_use
             arm.invalid += tally.invalid
             if not r.valid:
-                if arm.invalid_reason != r.invalid_reason:
+                # One that the device gave up in is told by the engine's end.
+                if r.nonfinite is not None and arm.invalid_reason != r.invalid_reason:
                     self._note("error", f"arm {r.arm}: not valid: {r.invalid_reason}", None, r.t_ns)
                 arm.invalid_reason = r.invalid_reason
             self._numbers.add(r)

@@ -13,10 +13,11 @@ from typing import Any, Final
 import msgspec
 
 from pdq_tui.core.arms import answers, arm_stats, timed
-from pdq_tui.core.comparable import STAGES, stage_metrics
+from pdq_tui.core.comparable import stage_metrics
 from pdq_tui.core.document import ALONE, SHARED
 from pdq_tui.core.metrics import MEMORY_METRICS, METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, ratios
+from pdq_tui.core.policy import STAGES
 from pdq_tui.core.stats import UNSURE, Interval, Ratio, Summary, judge
 from pdq_tui.errors import PdqError
 from pdq_tui.store.figures import FIGURES, Figure
@@ -132,7 +133,7 @@ def compare(snapshots: Sequence[Snapshot], min_effect: float = 0.01, *, force: b
     notes += [
         f"{side.label}: {w.removeprefix(f'{s.label}: ')}"
         for s, side in zip(snapshots, sides, strict=True)
-        for w in s.manifest.get("warnings", [])
+        for w in s.manifest.get("warnings") or []
         if isinstance(w, str)
     ]
     return Comparison(

@@ -12,6 +12,8 @@ from pdq_tui.errors import PdqError, UsageError
 from pdq_tui.store import series
 from pdq_tui.store.snapshot import FOLDER, MANIFEST, SCHEMA, load
 
+JOURNAL: Final = "events.jsonl"
+
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the list. ``id`` is "<run>/<nnn>". ``error``: why it cannot be read (damaged, or made by a newer
@@ -131,6 +133,33 @@ def _missing(there: set[str]) -> str | None:
     return f"damaged: {', '.join(names)} missing" if names else None
 
 
+def runs_without(runs_dir: Path) -> list[str]:
+    """Runs that have a journal and no snapshot, oldest first."""
+    return [
+        run
+        for run in _folders(runs_dir)
+        if (runs_dir / run / JOURNAL).is_file() and not _folders(runs_dir / run / FOLDER)
+    ]
+
+
+def resolve_run(word: str, runs_dir: Path) -> Path:
+    """The directory of the run that ``word`` names: its id, the last four characters of it, a unique prefix, or a
+    path. Raises UsageError naming what it could have been."""
+    as_path = Path(word).expanduser()
+    if (as_path / JOURNAL).is_file():
+        return as_path.resolve()
+    there = [run for run in _folders(runs_dir) if (runs_dir / run / JOURNAL).is_file()]
+    near = [r for r in there if r == word] or [
+        r for r in there if word and (r.startswith(word) or r[-4:] == word)
+    ]
+    if len(near) == 1:
+        return runs_dir / near[0]
+    if near:
+        raise UsageError(f"{word!r} names {len(near)} runs", "which of " + ", ".join(near[:8]))
+    hint = "the last ones: " + ", ".join(there[-3:]) if there else f"there is none in {runs_dir}"
+    raise UsageError(f"no run is called {word!r}", hint)
+
+
 def resolve(word: str, runs_dir: Path) -> Path:
     """The directory that ``word`` names: "<run>/<nnn>", the run's last four characters in its place, a unique prefix,
     "@last", or a path. Raises UsageError naming what it could have been."""
@@ -151,8 +180,12 @@ def resolve(word: str, runs_dir: Path) -> Path:
     if len(near) == 1:
         return Path(near[0].path)
     if near:
+        twins = len({s.id for s in near}) < len(
+            near
+        )  # a run's directory was copied: only a path tells them apart
         raise UsageError(
-            f"{word!r} names {len(near)} snapshots", "which of " + ", ".join(s.id for s in near[:8])
+            f"{word!r} names {len(near)} snapshots",
+            "which of " + ", ".join(s.path if twins else s.id for s in near[:8]),
         )
     raise UsageError(
         f"no snapshot is called {word!r}", "the last ones: " + ", ".join(s.id for s in found[-3:])

@@ -127,6 +127,12 @@ SENSORS: Final[Schema] = {
 }
 
 SERIES: Final[Mapping[str, Schema]] = {"requests": REQUESTS, "tokens": TOKENS, "sensors": SENSORS}
+#: Columns without which a file is no such series, of whatever version.
+KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "requests": ("request", "t_ns"),
+    "tokens": ("request", "itl_ms"),
+    "sensors": ("t_ns",),
+}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -190,12 +196,16 @@ def parquet_bytes(table: pl.DataFrame) -> bytes:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path, schema: Schema) -> pl.DataFrame:
-    """One series file, made to fit ``schema``. Raises PdqError where it is not Parquet or cannot be read."""
+def read(path: Path, schema: Schema, keys: Sequence[str] = ()) -> pl.DataFrame:
+    """One series file, made to fit ``schema``. Raises PdqError where it is not Parquet, cannot be read, or lacks one of
+    the columns ``keys``."""
     try:
         table = pl.read_parquet(io.BytesIO(path.read_bytes()))
     except (OSError, pl.exceptions.PolarsError) as error:
         raise PdqError(f"{path} cannot be read: {_first_line(error)}") from error
+    lacks = [name for name in keys if name not in table.columns]
+    if lacks:
+        raise PdqError(f"{path} is no such series: it has no column {', '.join(lacks)}")
     return align(table, schema)
 
 

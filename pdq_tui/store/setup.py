@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from pdq_tui.core.comparable import STAGES
 from pdq_tui.core.document import ALONE
+from pdq_tui.core.policy import STAGES
 
 if TYPE_CHECKING:  # polars comes with it
     from pdq_tui.store.snapshot import Snapshot
@@ -25,6 +25,7 @@ UTILIZATION: Final = "utilization"
 #: Relative difference of median clocks from which two runs had different clocks. A CPU's reading is coarser.
 GPU_CLOCK_TOLERANCE: Final = 0.02
 CPU_CLOCK_TOLERANCE: Final = 0.05
+PEAK_TOLERANCE: Final = 0.05
 #: Of the whole machine.
 OTHER_LOAD_TOLERANCE: Final = 0.10
 
@@ -33,7 +34,8 @@ class SetupCheck(msgspec.Struct, frozen=True, kw_only=True):
     """One condition of ``candidate`` (a snapshot id) against the reference.
 
     ``status``: ok, differs, unknown, by policy. ``invalidates``: the groups of rows ("speed", "memory", or one stage's
-    "prefill", "decode") about which nothing may then be said. ``refuses``: the comparison makes no sense and is made only when forced.
+    "prefill", "decode") about which nothing may then be said. ``refuses``: the comparison makes no sense and is made
+    only when forced.
     """
 
     candidate: str
@@ -161,6 +163,7 @@ def setup_checks(reference: Snapshot, candidate: Snapshot, *, paired: bool) -> l
         "peaks",
         *both(_peaks),
         (UTILIZATION,),
+        same=lambda _a, _b: _near_peaks(*both(lambda s: s.part("device"))),
         text="shares of this machine's peaks are against other peaks",
     )
     versions = both(lambda s: s.part("conditions").get("memory_version"))
@@ -193,6 +196,14 @@ def _peaks(s: Snapshot) -> str | None:
     if not isinstance(read, (int, float)) or not isinstance(compute, dict):
         return None
     return ", ".join([f"{read:.3g} GB/s", *(f"{k} {v:.3g} TFLOP/s" for k, v in sorted(compute.items()))])
+
+
+def _near_peaks(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """A peak is the best of a few looks, which find a little more or less."""
+    one, two = ({"read": d["read_peak_gbps"], **d["compute_peak_tflops"]} for d in (a, b))
+    return one.keys() == two.keys() and all(
+        abs(one[k] - two[k]) <= PEAK_TOLERANCE * max(one[k], two[k]) for k in one
+    )
 
 
 def _memory(s: Snapshot) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ from pdq_tui.core.document import arm_document, compared, put, setup_document
 from pdq_tui.core.facts import Facts, clocks, collect, other_load, samples_during, slowed
 from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
 from pdq_tui.errors import PdqError
-from pdq_tui.store import atomic, series
+from pdq_tui.store import atomic, contract, series
 
 SCHEMA: Final = series.SCHEMA
 KIND: Final = "pdq-tui snapshot"
@@ -73,15 +73,24 @@ class Snapshot:
 
     @cached_property
     def requests_table(self) -> pl.DataFrame:
-        return series.read(self.path / "requests.parquet", series.REQUESTS)
+        return self._series("requests")
 
     @cached_property
     def tokens_table(self) -> pl.DataFrame:
-        return series.read(self.path / "tokens.parquet", series.TOKENS)
+        return self._series("tokens")
 
     @cached_property
     def sensors_table(self) -> pl.DataFrame:
-        return series.read(self.path / "sensors.parquet", series.SENSORS)
+        return self._series("sensors")
+
+    def _series(self, name: str) -> pl.DataFrame:
+        """Raises PdqError where the file is none of this snapshot's: another kind, or another number of rows."""
+        file = self.path / f"{name}.parquet"
+        table = series.read(file, series.SERIES[name], series.KEYS[name])
+        said = _table(self.part("series").get(name)).get("rows")
+        if said is not None and said != table.height:
+            raise PdqError(f"{file} is not of this snapshot: {table.height} rows, its manifest says {said}")
+        return table
 
     @cached_property
     def requests(self) -> list[Request]:
@@ -119,10 +128,10 @@ def document(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
     doc["ratios"] = [
         r
         for s in snapshots
-        for r in s.manifest.get("ratios", [])
+        for r in s.manifest.get("ratios") or []
         if {r.get("arm"), r.get("reference")} <= labels
     ]
-    doc["warnings"] = list(dict.fromkeys(w for s in snapshots for w in s.manifest.get("warnings", [])))
+    doc["warnings"] = list(dict.fromkeys(w for s in snapshots for w in s.manifest.get("warnings") or []))
     doc["snapshots"] = [s.id for s in snapshots]
     return doc
 
@@ -273,6 +282,9 @@ def load(path: Path) -> Snapshot:
         )
     if not isinstance(body.get("arm"), dict):
         raise PdqError(f"{file} is damaged: it holds no arm")
+    wrong = contract.check(body)
+    if wrong is not None:
+        raise PdqError(f"{file} is damaged: {wrong}")
     return Snapshot(path, body)
 
 

@@ -66,7 +66,7 @@ class Options:
     load, a, b, workload  what to start; without ``load`` the session is taken as it is (a replay).
     fps        refreshes of the numbers a second; None: 2; 0: never by itself.
     marker     auto, braille, block, ascii. ascii: None finds out from the terminal.
-    readonly   look only: see ``keys.CHANGING``. min_effect: the least relative difference that matters.
+    readonly   look only: see ``keys.works``. min_effect: the least relative difference that matters.
     keys       binding id → keys, replacing the built-in ones.
     """
 
@@ -224,6 +224,9 @@ class PdqApp(App[int]):
 
     # -- keys ----------------------------------------------------------------------------------------------------------------
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return keys.works(action, self.readonly)
+
     async def action_go(self, name: str) -> None:
         """Show one of the screens; a dialog is answered first."""
         if not isinstance(self.screen, ModalScreen) and name != self.showing:
@@ -244,6 +247,12 @@ class PdqApp(App[int]):
     def action_copy(self) -> None:
         if isinstance(self.screen, LiveScreen):
             self.screen.action_copy()
+
+    def action_command_palette(self) -> None:
+        from pdq_tui.tui.commands import Palette
+
+        if self.use_command_palette and not isinstance(self.screen, Palette):
+            self.push_screen(Palette(id="--command-palette"))
 
     def action_next_theme(self) -> None:
         place = theme.CYCLE.index(self.theme) if self.theme in theme.CYCLE else -1
@@ -314,17 +323,24 @@ class PdqApp(App[int]):
 
     def action_interrupt(self) -> None:
         """First: stop the run. Again within two seconds: quit. Results are on disk already, request by request."""
-        now = time.monotonic()
-        if self._interrupted_at is not None and now - self._interrupted_at < _TWICE_S:
-            self.leave(errors.INTERRUPTED)
-            return
-        self._interrupted_at = now
-        if self.readonly:
-            self.session.note("info", "ctrl+c again within 2 s quits")
-        else:
+        if not self._leaves_again():
             self.session.stop()
             self.session.note("info", "run stopped; ctrl+c again within 2 s quits")
-        self._redraw()
+            self._redraw()
+
+    def action_interrupt_looking(self) -> None:
+        """The same where nothing is stopped: see ``keys.works``."""
+        if not self._leaves_again():
+            self.session.note("info", "ctrl+c again within 2 s quits")
+            self._redraw()
+
+    def _leaves_again(self) -> bool:
+        """Quit and True if it was pressed just before."""
+        before, self._interrupted_at = self._interrupted_at, time.monotonic()
+        twice = before is not None and self._interrupted_at - before < _TWICE_S
+        if twice:
+            self.leave(errors.INTERRUPTED)
+        return twice
 
     def _ended_from_outside(self) -> None:
         self.leave(errors.INTERRUPTED)

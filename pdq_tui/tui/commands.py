@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.command import CommandPalette, DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 
 from pdq_tui.tui import keys
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 Command = tuple[str, str, Callable[[], object]]
 
 
+class Palette(CommandPalette):
+    """Textual's, except that a page key may come before its list has lines: it looks those up without asking."""
+
+    def _action_command_list(self, action: str) -> None:
+        lost = (KeyError, IndexError) if action in ("page_up", "page_down") else ()
+        with contextlib.suppress(*lost):
+            super()._action_command_list(action)
+
+
 class PdqCommands(Provider):
     """Commands of the app, of the live screen (wherever one is), and one an arm and policy."""
 
@@ -31,13 +41,13 @@ class PdqCommands(Provider):
         return cast("PdqApp", self.app)
 
     def _commands(self) -> Iterator[Command]:
-        for binding in keys.APP:
-            if binding.action != "command_palette":
-                yield binding.description, binding.tooltip, partial(self.pdq.run_action, binding.action)
         readonly = self.pdq.readonly
+        for binding in keys.APP:
+            if binding.action != "command_palette" and keys.works(binding.action, readonly):
+                yield binding.description, binding.tooltip, partial(self.pdq.run_action, binding.action)
         for binding in keys.LIVE:
             name = binding.action.split("(")[0]
-            if name in ("escape", "focus_panel") or (readonly and name in keys.CHANGING):
+            if name in ("escape", "focus_panel") or not keys.works(name, readonly):
                 continue
             yield (
                 f"Live: {binding.description}",

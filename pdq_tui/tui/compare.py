@@ -19,7 +19,7 @@ from pdq_tui.tui.compare_spread import Samples, samples, spread_lines
 from pdq_tui.tui.copying import copy_text
 from pdq_tui.tui.export import ExportDialog
 from pdq_tui.tui.keys import bound
-from pdq_tui.tui.lines import Line, LineList, drawn, is_ascii, sentence, title
+from pdq_tui.tui.lines import Line, LineList, drawn, is_ascii, is_readonly, sentence, title
 from pdq_tui.tui.page import Page
 
 if TYPE_CHECKING:  # polars comes with these: only threads import them
@@ -130,7 +130,8 @@ class CompareScreen(Page):
             self._compare()
         self._show()
         if not listed:
-            self.say("no snapshot yet: s on the live screen takes one of the active arm")
+            how = "" if is_readonly(self.app) else ": s on the live screen takes one of the active arm"
+            self.say(f"no snapshot yet{how}")
         elif self.comparison is None and len(self.picks.picked) < 2:
             self.say("space picks two or more, * sets the reference")
 

@@ -11,12 +11,14 @@ from pdq_tui.host.view import ArmView
 from pdq_tui.tui.lines import Line, literal
 
 
-def coverage_lines(arms: Iterable[ArmView]) -> list[Line]:
-    """Lines for a LineList; glyphs are the caller's to translate. No arm ready: a sentence instead of a table."""
+def coverage_lines(arms: Iterable[ArmView], *, readonly: bool = False) -> list[Line]:
+    """Lines for a LineList; glyphs are the caller's to translate. No arm ready: a sentence instead of a table.
+    ``readonly``: no key applies anything."""
     lines: list[Line] = []
     for arm in arms:
         lines += _arm_lines(arm)
-    return lines or [Line.of("no arm has a policy yet: a or b applies the one above", "dim")]
+    how = "" if readonly else ": a or b applies the one above"
+    return lines or [Line.of(f"no arm has a policy yet{how}", "dim")]
 
 
 def _arm_lines(arm: ArmView) -> list[Line]:

@@ -155,7 +155,7 @@ def arm_words(arm: ArmView | None, look: Look, *, short: bool = False) -> str:
     if arm.refused:
         return f"{text} (refused)"
     if arm.pending:
-        return f"{text} (being made)" if not short else f"{text} (next)"
+        return f"{text} (packing)" if not short else f"{text} (pack)"
     extra = arm.ready.weights.extra_bytes if arm.ready else 0
     if extra:
         return (

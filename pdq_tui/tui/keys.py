@@ -64,6 +64,15 @@ APP: Final[tuple[Binding, ...]] = (
         "stop the run; a second time within 2 s: quit",
         priority=True,
     ),
+    bound(
+        "ctrl+c",
+        "interrupt_looking",
+        "Quit",
+        "app.interrupt",
+        "a second time within 2 s: quit",
+        priority=True,
+        show=False,
+    ),
 )
 
 LIVE: Final[tuple[Binding, ...]] = (
@@ -106,10 +115,18 @@ LIVE: Final[tuple[Binding, ...]] = (
 #: that look, cancel what this app loads itself, and write what is asked for: export, copy, picture.
 CHANGING: Final = frozenset(
     {
+        "interrupt",
         *("run", "restart", "arm", "interleave", "stage", "kv", "snapshot", "snapshot_note"),  # live
         *("apply", "write", "delete"),  # policies
     }
 )
+#: Actions that stand in for one of those with --readonly, and are off without.
+_LOOKING: Final = frozenset({"interrupt_looking"})
+
+
+def works(action: str, readonly: bool) -> bool:
+    """Whether ``action`` (its name, without parameters) does something here: what does not is shown nowhere."""
+    return action not in (CHANGING if readonly else _LOOKING)
 
 
 def ids(bindings: Iterable[BindingType]) -> list[str]:

@@ -53,7 +53,7 @@ def is_ascii(app: App[Any]) -> bool:
 
 
 def is_readonly(app: App[Any]) -> bool:
-    """Whether the app only looks (--readonly): see ``keys.CHANGING``."""
+    """Whether the app only looks (--readonly): see ``keys.works``."""
     return bool(getattr(app, "readonly", False))
 
 

@@ -150,7 +150,7 @@ class LiveScreen(Screen[None]):
     # -- keys --------------------------------------------------------------------------------------------------------------
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return not (action in keys.CHANGING and self.pdq.readonly)
+        return keys.works(action, self.pdq.readonly)
 
     def now(self) -> SessionView:
         """The session's newest picture, whatever the display shows."""

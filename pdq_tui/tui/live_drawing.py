@@ -36,17 +36,17 @@ class Drawing:
                 [row(text[i : i + max(size.width, 1)]) for i in range(0, len(text), max(size.width, 1))]
             )
             return
-        width = size.width
+        width, readonly = size.width, self.display.readonly
         self._rows("header").show([heading.header(view, self.display, width, look)])
         self._rows("policies").show([heading.policy_line(view, width, look)])
         height = self._rows("bottom").size.height
         self._rows("bottom").show(footing.bottom_rows(view, width, height, look))
-        self._rows("keys").show([footing.key_row(view, width, look, self.display.readonly, self.keys)])
+        self._rows("keys").show([footing.key_row(view, width, look, readonly, self.keys)])
         title, source = device_panel.device_title(view)
         for stage in ("prefill", "decode"):
             panel = self._rows(stage)
             if panel.display:
-                rows = panels.stage_rows(view, stage, panel.size.width, look)
+                rows = panels.stage_rows(view, stage, panel.size.width, look, readonly=readonly)
                 panel.show(rows, panels.stage_title(view, stage, look), panels.stage_subtitle(view, stage))
         for name in ("device", "side"):
             panel = self._rows(name)
@@ -55,7 +55,10 @@ class Drawing:
         stages = self._rows("stages")
         if stages.display:
             words = panels.live_words(view, look)
-            stages.show(panels.both_rows(view, stages.size.width, look), f"STAGES  {words}".rstrip())
+            stages.show(
+                panels.both_rows(view, stages.size.width, look, readonly=readonly),
+                f"STAGES  {words}".rstrip(),
+            )
 
     def charts(
         self, charts: Sequence[str], window_s: float | None, marks: Sequence[tuple[float, str]]

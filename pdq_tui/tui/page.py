@@ -114,7 +114,7 @@ class Page(Screen[None]):
         raise NotImplementedError
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return not (action in keys.CHANGING and is_readonly(self.app))
+        return keys.works(action, is_readonly(self.app))
 
     def on_mount(self) -> None:
         self.set_class(is_ascii(self.app), "-ascii")

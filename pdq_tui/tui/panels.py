@@ -14,8 +14,10 @@ from pdq_tui.tui.rows import cell, clip, row
 _WORD_ROLE = {"better": "good", "worse": "bad", "same": "", "unsure": "dim"}
 
 
-def stage_rows(view: SessionView, stage: Stage, width: int, look: Look) -> list[Row]:
-    """The PREFILL or the DECODE panel."""
+def stage_rows(
+    view: SessionView, stage: Stage, width: int, look: Look, *, readonly: bool = False
+) -> list[Row]:
+    """The PREFILL or the DECODE panel. ``readonly``: no key alternates the arms."""
     primary, others = (
         ("ttft_ms", ("prefill_tokens_per_s", "prefill_mfu", "prefill_explained"))
         if stage == "prefill"
@@ -27,7 +29,7 @@ def stage_rows(view: SessionView, stage: Stage, width: int, look: Look) -> list[
         row(
             cell(f" {main.short}", 9, "head"),
             *_value_cells(view, primary),
-            *_ratio_parts(view.ratios.get(primary), width - 33, look),
+            *_ratio_parts(view.ratios.get(primary), width - 33, look, readonly),
         )
     )
     rows.append(
@@ -42,7 +44,7 @@ def stage_rows(view: SessionView, stage: Stage, width: int, look: Look) -> list[
         metric = METRICS[id_]
         ratio = view.ratios.get(id_)
         tail = (
-            _ratio_parts(ratio, width - 33, look)
+            _ratio_parts(ratio, width - 33, look, readonly)
             if ratio is not None
             else ((cell(remarks.get(id_, ""), max(width - 33, 0), "dim")),)
         )
@@ -158,11 +160,11 @@ def arrow(ratio: Ratio, look: Look) -> str:
     return look.own("▼" if ratio.ratio < 1 else "▲")
 
 
-def _ratio_parts(ratio: Ratio | None, width: int, look: Look) -> tuple[Part, ...]:
+def _ratio_parts(ratio: Ratio | None, width: int, look: Look, readonly: bool) -> tuple[Part, ...]:
     if width <= 0:
         return ()
     if ratio is None or ratio.ratio is None:
-        return (cell("x: ABBA" if ratio is None else "n/a", width, "dim"),)
+        return (cell("x: ABBA" if ratio is None and not readonly else "n/a", width, "dim"),)
     role = "dim" if ratio.provisional else _WORD_ROLE.get(ratio.judgement, "")
     return (cell(look.own(f"×{ratio.ratio:.2f} ") + arrow(ratio, look), width, role),)
 
@@ -186,7 +188,7 @@ def judgement_word(ratio: Ratio | None) -> str:
     return ratio.judgement
 
 
-def both_rows(view: SessionView, width: int, look: Look) -> list[Row]:
+def both_rows(view: SessionView, width: int, look: Look, *, readonly: bool = False) -> list[Row]:
     """The STAGES panel of the smaller layouts: both stages in one table."""
     wide = width >= 74
     rows = [row(cell("", 11), cell("A", 14, "a"), cell("B", 14, "b"), ("A/B", "head"))]
@@ -197,7 +199,7 @@ def both_rows(view: SessionView, width: int, look: Look) -> list[Row]:
             row(
                 cell(f" {METRICS[metric].short} ms", 11, "head"),
                 *(_with_spread(view, arm, metric, look) for arm in ("A", "B")),
-                *_ratio_parts(ratio, 8, look),
+                *_ratio_parts(ratio, 8, look, readonly),
                 (judgement_word(ratio), role),
             )
         )

@@ -104,7 +104,7 @@ class PoliciesScreen(Page):
         self.app.call_from_thread(self._show_entries, entries, then, said)
 
     def _show_entries(self, entries: dict[str, catalog.Entry], then: str, said: str) -> None:
-        self.drafts.read(entries, keep=then)
+        self.drafts.read(entries)
         damaged = self.drafts.damaged
         self.say(
             said
@@ -236,7 +236,9 @@ class PoliciesScreen(Page):
         view = self._session().view(1.0)
         lines = [
             Line(tuple((drawn(self.app, text), role) for text, role in line.parts))
-            for line in coverage_lines([view.arms[name] for name in sorted(view.arms)])
+            for line in coverage_lines(
+                [view.arms[name] for name in sorted(view.arms)], readonly=is_readonly(self.app)
+            )
         ]
         self._editor.foresee(self.draft, view)
         if lines != self._coverage:

@@ -17,15 +17,18 @@ class Drafts:
     def __init__(self) -> None:
         self.entries: Mapping[str, Entry] = {}
         self._states: dict[str, list[Policy]] = {}
+        #: Made here and never written: no file's going takes them along.
+        self._unwritten: set[str] = set()
 
-    def read(self, entries: Mapping[str, Entry], keep: str = "") -> None:
-        """What the files say now. Changes made here stay; what is unchanged and in no file any more goes, but for
-        ``keep``."""
+    def read(self, entries: Mapping[str, Entry]) -> None:
+        """What the files say now. What was made or changed here stays; what is unchanged and in no file any more
+        goes."""
         self.entries = entries
         for name, entry in entries.items():
             if entry.policy is not None and name not in self._states:
                 self._states[name] = [entry.policy]
-        for name in [n for n in self._states if n not in entries and len(self._states[n]) == 1 and n != keep]:
+        gone = [n for n in self._states if n not in entries and n not in self._unwritten]
+        for name in [n for n in gone if len(self._states[n]) == 1]:
             del self._states[name]
 
     @property
@@ -75,10 +78,12 @@ class Drafts:
 
     def add(self, policy: Policy) -> None:
         self._states[policy.name] = [policy]
+        self._unwritten.add(policy.name)
 
     def forget(self, name: str) -> None:
         """Drop all that was made of it."""
         self._states.pop(name, None)
+        self._unwritten.discard(name)
 
     def free_name(self, stem: str) -> str:
         """``stem``, or with the first number that no policy has."""
@@ -89,6 +94,7 @@ class Drafts:
         """What ``name`` showed is in a file now, as ``policy``; written under another name, the old one is as in its
         file again."""
         states = self._states.pop(name, [policy])
+        self._unwritten -= {name, policy.name}
         self._states[policy.name] = [*states[:-1], policy]
         entry = self.entries.get(name)
         if name != policy.name and entry is not None and entry.policy is not None:

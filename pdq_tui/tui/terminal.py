@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import sys
 import termios
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
+from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
 
 from pdq_tui.tui.lines import ASCII
@@ -30,6 +33,13 @@ def ascii_only(text: str) -> str:
         return text
     found = text.translate(_ONE_FOR_ONE)
     return "".join(c if c.isascii() else "?" * cell_len(c) for c in found)
+
+
+# The thread that reads the keys makes its decoder itself, a strict one: a byte that is no UTF-8 (a paste from a Latin-1
+# terminal, noise on a line) would end the app. This is the name that it makes it by.
+linux_driver.getincrementaldecoder = lambda encoding: partial(  # type: ignore[attr-defined]
+    codecs.getincrementaldecoder(encoding), errors="replace"
+)
 
 
 class OwnDriver(LinuxDriver):

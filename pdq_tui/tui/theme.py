@@ -64,7 +64,7 @@ THEMES: Final = (
 )  # fmt: skip
 
 #: T goes through these.
-CYCLE: Final = ("pdq-dark", "pdq-light", "pdq-contrast", ANSI)
+CYCLE: Final = ("pdq-dark", "pdq-light", "pdq-contrast")
 
 
 def series_defaults(theme: Theme) -> dict[str, str]:

@@ -36,6 +36,7 @@ from pdq_tui.core.policy import Policy
 from pdq_tui.core.protocol import Load, Request
 from pdq_tui.core.stats import block_interval
 from pdq_tui.core.workload import Workload
+from pdq_tui.engine import native
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.device import CpuDevice
 from pdq_tui.engine.loader import load_model
@@ -71,6 +72,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
     }
+    result["own_kernels"] = {"state": bench.own_kernels, "seconds": bench.own_kernels_s}
     result["quantize"] = bench.quantize()
     result["compile"] = bench.compile()
     result["interleaved"] = bench.interleave(args.blocks)
@@ -84,6 +86,9 @@ class Bench:
     def __init__(self, model: str | None, prompt: int, new: int) -> None:
         self.prompt, self.new = prompt, new
         self.device = CpuDevice()
+        begin = time.perf_counter()
+        self.own_kernels = native.ensure(locations.cache_dir() / "native", lambda: None) or "loaded"
+        self.own_kernels_s = round(time.perf_counter() - begin, 1)
         self.directory = Path(model) if model else _demo()
         command = Load(model=str(self.directory), cache_dir=str(locations.cache_dir()))
         self.loaded = load_model(command, self.device, lambda *_: None, lambda: False)
@@ -198,6 +203,7 @@ class Bench:
         return {
             "arms_median": arms,
             "decoder_layers": {n: _runner(self.arms[n]) for n in names[1:]},
+            "kernels": {n: _kernels(self.arms[n]) for n in names[1:]},
             "explained": {n: self._explained(self.arms[n]) for n in names[1:]},
             "speedup": {
                 f"{reference} / {arm}": {
@@ -275,6 +281,10 @@ class Bench:
 def _runner(arm: Arm) -> str:
     cover = arm.staged.coverage["decode"]
     return cover.runner if cover.runner_reason is None else f"{cover.runner}: {cover.runner_reason}"
+
+
+def _kernels(arm: Arm) -> dict[str, dict[str, int]]:
+    return {stage: dict(cover.kernels) for stage, cover in arm.staged.coverage.items()}
 
 
 def _speedup(differences: list[float]) -> dict[str, Any]:

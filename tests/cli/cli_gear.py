@@ -16,4 +16,6 @@ PATIENCE_S = 240
 def environment(home: Path, **more: str) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PDQ_", "TEXTUAL"))}
     env |= {"PDQ_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    # Each test has an empty cache: compiling would be most of its time, and has tests of its own.
+    env |= {"PDQ_ENGINE_LAYERS": "eager", "PDQ_ENGINE_KERNELS": "torch"}
     return env | more

@@ -16,7 +16,7 @@ from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.formats import packed_bytes
 from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.kv import KvPolicy
-from pdq_tui.core.policy import Policy, StagePolicy
+from pdq_tui.core.policy import Keep, Policy, StagePolicy
 from pdq_tui.core.predict import REFUSED, Prediction, predict
 from pdq_tui.core.shapes import read_shapes
 from pdq_tui.errors import UsageError
@@ -82,6 +82,13 @@ def test_Q03_a_group_that_does_not_divide_is_smaller_padded_or_left(tmp_path: Pa
     padded = told(folder, msgspec.structs.replace(int4, on_misfit="pad")).stages["decode"]
     assert set(padded.formats) == {"bf16", "int4-g64"}
     assert padded.bytes > smaller.bytes - 1
+
+
+def test_a_keep_that_names_nothing_is_said(tmp_path: Path) -> None:
+    kept = msgspec.structs.replace(find_policy("int4"), keep=(Keep(modules=("*.layers.0.*", "*.layer.0.*")),))
+    p = told(model(tmp_path, SHAPES), kept)
+    assert "int4: [[keep]] '*.layer.0.*' names no linear layer of this model" in p.notes
+    assert len([n for n in p.notes if "names no" in n]) == 1
 
 
 def test_the_engine_finds_what_was_predicted(pdq: Pdq, tiny_model: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,6 +118,30 @@ def test_snapshots_are_deleted_only_when_that_is_said(measured: Measured, tmp_pa
     assert len(json.loads(measured.pdq("snapshots", "list", "--json").stdout)) == 2
 
 
+def test_a_run_without_a_snapshot_is_named_and_gets_them_from_its_journal(
+    measured: Measured, tmp_path: Path
+) -> None:
+    """What is left of an app that was killed: a journal. Its snapshots say what those of the run itself said."""
+    run = next((measured.home / "state" / "runs").iterdir())
+    left = tmp_path / "runs" / run.name
+    shutil.copytree(run, left, ignore=shutil.ignore_patterns("snapshots"))
+    listed = measured.pdq("snapshots", "list", "--dir", str(left.parent))
+    assert f"1 run without a snapshot, the last {run.name}" in listed.stderr
+    made = measured.pdq("snapshots", "make", run.name[-4:], "--dir", str(left.parent))
+    assert made.returncode == 0, made.stderr
+    assert [line.split()[:2] for line in made.stdout.splitlines()] == [
+        [f"{run.name}/001", "bf16"],
+        [f"{run.name}/002", "int8"],
+    ]
+    words = ("compare", f"{run.name}/001", f"{run.name}/002", "--format", "csv")
+    again = measured.pdq(*words, "--dir", str(left.parent))
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == measured.pdq(*words).stdout
+    assert "without a snapshot" not in measured.pdq("snapshots", "list", "--dir", str(left.parent)).stderr
+    wrong = measured.pdq("snapshots", "make", "nothing", "--dir", str(left.parent))
+    assert (wrong.returncode, "no run is called 'nothing'" in wrong.stderr) == (2, True)
+
+
 def test_X04_a_place_that_cannot_be_written_costs_no_result(
     pdq: Pdq, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -127,7 +152,7 @@ def test_X04_a_place_that_cannot_be_written_costs_no_result(
     )  # fmt: skip
     assert done.returncode == 1
     assert json.loads(done.stdout, parse_constant=_refuse)["arms"][0]["label"] == "bf16"
-    assert "/proc/runs cannot be written" in done.stderr
+    assert "error: /proc/runs cannot be written" in done.stderr, "the reason of the exit code, at the end"
     kept = [p for p in tmp_path.rglob("manifest.json") if "snapshots" in p.parts]
     assert len(kept) == 1
     assert str(kept[0].parent) in done.stderr
@@ -220,7 +245,7 @@ def test_I01_nine_of_ten_prompts_run(pdq: Pdq, tiny_model: Path, tmp_path: Path)
 
 
 def test_I06_a_damaged_model_is_one_sentence_and_no_traceback(
-    pdq: Pdq, tmp_path: Path, tiny_model: Path
+    pdq: Pdq, own_home: Path, tmp_path: Path, tiny_model: Path
 ) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -231,3 +256,4 @@ def test_I06_a_damaged_model_is_one_sentence_and_no_traceback(
     assert done.returncode == 2
     assert "model.safetensors is short by 100 bytes" in done.stderr
     assert "Traceback" not in done.stderr
+    assert not [*(own_home / "state" / "runs").iterdir()], "a run that came to nothing leaves no folder"

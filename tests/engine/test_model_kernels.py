@@ -6,7 +6,7 @@ from pdq_tui.core.formats import Format
 from pdq_tui.core.kernels import OPS, Candidate, Capability, load_kernels, parse_kernels
 from pdq_tui.core.roofline import Op, StageCost, linear, merged
 from pdq_tui.engine import kernels
-from pdq_tui.engine.formats.linears import LINEARS
+from pdq_tui.engine.formats.native import OPS as BUILT
 from pdq_tui.engine.probe import probe_in_child
 from pdq_tui.errors import UsageError
 
@@ -21,7 +21,7 @@ def test_shipped_tables_load_and_every_op_is_implemented() -> None:
     for device in ("cpu", "cuda"):
         table = load_kernels(device)
         assert all(c.summary for c in table.candidates)
-    assert set(LINEARS) == set(OPS)
+    assert set(BUILT) == set(OPS)
 
 
 @pytest.mark.parametrize(
@@ -131,5 +131,5 @@ def test_a_kernel_that_ends_the_process_is_found_in_a_child(monkeypatch, tmp_pat
 
 def test_the_real_child_runs_the_real_kernel() -> None:
     job = {"op": "int8pack", "layout": "int8", "weights": "int8", "activations": "model", "group_size": 0,
-           "dtype": "bf16", "N": 128, "K": 128}  # fmt: skip
+           "dtype": "bf16", "N": 128, "K": 128, "native": ""}  # fmt: skip
     assert probe_in_child([job], lambda: None) == [True]

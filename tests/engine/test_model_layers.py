@@ -12,12 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from conftest import llama_config, save_tiny
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.kernels import Capability, load_kernels
 from pdq_tui.core.policy import parse_policy
-from pdq_tui.engine import kernels, layers
+from pdq_tui.engine import kernels, layers, recorded
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.kv import KvCache
 from pdq_tui.engine.staged import StagedArm, StagedModel
@@ -136,6 +138,78 @@ def test_a_program_that_computes_something_else_is_not_used(make, tiny_llama, mo
     assert torch.equal(got, wanted)
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama in bf16, 12 layers that each add about a hundredth to a large hidden state, as deep layers do."""
+    config = llama_config(num_hidden_layers=12)
+    path = save_tiny(config, tmp_path_factory.mktemp("deep"), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(0.1)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "w8a8", "int4"])
+def test_programs_of_a_deep_bf16_model_pass(name, make, deep) -> None:
+    cover = applied(make(deep), name).coverage["decode"]
+    assert (cover.runner, cover.runner_reason) == ("inductor", None)
+
+
+@pytest.mark.parametrize("name", ["bf16", "int4"])
+@pytest.mark.parametrize("part", ["all that is added", "one channel of it in eight"])
+def test_a_tenth_too_much_in_one_deep_bf16_layer_is_refused(part, name, make, deep, monkeypatch) -> None:
+    real = layers._compile
+
+    def wrong(call):
+        program, slot = real(call), len(call.inputs)
+
+        def run_(*given):
+            out = program(*given)
+            if int(given[slot]) == 9:
+                state = given[0].float()
+                more = out.float() - state
+                more *= 1.1 if part.startswith("all") else 1.0
+                if not part.startswith("all"):
+                    more[..., ::8] *= 1.3
+                out = (state + more).to(out.dtype)
+            return out
+
+        return run_
+
+    monkeypatch.setattr(layers, "_compile", wrong)
+    staged = make(deep)
+    cover = applied(staged, name).coverage["decode"]
+    assert cover.runner == "eager" and "layer 9 compiled differs" in str(cover.runner_reason)
+    _, got = run(applied(staged, name), ids_of(1, 9), 4)
+    monkeypatch.setattr(layers, "_compile", real)
+    _, wanted = run(applied(make(deep, how="eager"), name), ids_of(1, 9), 4)
+    assert torch.equal(got, wanted)
+
+
+def test_layers_in_the_wrong_place_show_in_the_logits(make, tiny_llama, monkeypatch) -> None:
+    """Each is right by itself."""
+    real = layers._replace
+
+    def swapped(model, places, compiled):
+        if isinstance(compiled[0], layers.CompiledLayer):
+            compiled = [compiled[1], compiled[0], *compiled[2:]]
+        real(model, places, compiled)
+
+    monkeypatch.setattr(layers, "_replace", swapped)
+    staged = make(tiny_llama)
+    arm = applied(staged, "int8")
+    cover = arm.coverage["decode"]
+    assert cover.runner == "eager" and "logits of compiled decode steps differ" in str(cover.runner_reason)
+    model = arm.view("decode", 1, 1).model
+    assert not any(isinstance(m, layers.CompiledLayer) for m in model.modules())
+    _, got = run(arm, ids_of(1, 9), 4)
+    _, wanted = run(applied(make(tiny_llama, how="eager"), "int8"), ids_of(1, 9), 4)
+    assert torch.equal(got, wanted)
+
+
 def test_weights_of_one_layer_baked_into_the_program_are_noticed(make, tiny_llama, monkeypatch) -> None:
     """What the comparison is for: a program that serves the first layer only."""
     real = layers._compile
@@ -244,8 +318,8 @@ def test_a_program_needs_the_cache_of_the_request_in_flight(make, tiny_llama) ->
 
 
 def test_layers_without_decoder_layers_are_refused() -> None:
-    compiler = layers.LayerCompiler(torch.float32, Path("unused"))
-    with pytest.raises(layers.UncompiledError, match="no decoder layers"):
+    compiler = layers.LayerCompiler(Path("unused"))
+    with pytest.raises(recorded.UncompiledError, match="no decoder layers"):
         compiler.attach(nn.Linear(2, 2), lambda: None, None, lambda _: None, lambda: False)  # type: ignore[arg-type]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdq_tui.core.formats import Format
-from pdq_tui.core.kernels import load_kernels
+from pdq_tui.core.kernels import Capability, load_kernels
 from pdq_tui.engine import native
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.device import open_device
@@ -21,7 +22,7 @@ from pdq_tui.engine.formats.linears import quantize_rows
 from pdq_tui.engine.formats.native import OPS
 from pdq_tui.engine.formats.pack import pack
 from pdq_tui.engine.formats.packed import Packed, Spec
-from pdq_tui.engine.formats.rows import columns_of_rows, nibbles_by_rows
+from pdq_tui.engine.formats.rows import nibbles_by_rows
 from pdq_tui.engine.formats.unpack import Scratch
 from pdq_tui.engine.kernels import capability
 
@@ -46,6 +47,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def packed(fmt: Format, layout: str, master: torch.Tensor) -> Packed:
     N, K = master.shape
     return pack(Spec(fmt, layout, N, K, K, master.dtype), master, CPU, lambda: False)
+
+
+def columns_of_rows(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``nibbles_by_rows``: bytes [rows, k / 2] → uint8 [rows, k]."""
+    rows, half = packed.shape
+    pairs = (
+        packed.view(torch.uint8).view(rows, half * 2 // native.BLOCK, native.BLOCK // 4, 2).to(torch.int32)
+    )
+    words = pairs[..., 0] | pairs[..., 1] << 8
+    planes = torch.stack([words >> shift & 15 for shift in (0, 4, 8, 12)], dim=2)
+    return planes.to(torch.uint8).view(rows, half * 2)
 
 
 def stored(p: Packed) -> torch.Tensor:
@@ -158,7 +170,7 @@ def test_nibbles_come_back_in_their_columns(rows: int, blocks: int, random: obje
     [
         (lambda o, x: o.int8(x, torch.zeros(4, 100, dtype=torch.int8), torch.ones(4).bfloat16(), False), "multiple of 64"),
         (lambda o, x: o.int8(x, torch.zeros(4, 128, dtype=torch.int8), torch.ones(3).bfloat16(), False), "scale"),
-        (lambda o, x: o.int4(x, torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 2, 2).bfloat16(), 48, False), "group"),
+        (lambda o, x: o.int4(x, torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 2, 2).bfloat16(), 48), "group"),
         (lambda o, x: o.dense(x, torch.zeros(4, 64).bfloat16()), "one dtype"),
         (lambda o, x: o.dense(x.half(), torch.zeros(4, 128).half()), "bf16 or float32"),
         (lambda o, x: o.dense(x.t(), torch.zeros(4, 2).bfloat16()), "contiguous"),
@@ -170,37 +182,46 @@ def test_what_a_kernel_cannot_read_is_refused(call: object, message: str) -> Non
 
 
 def test_the_tables_choose_them_only_where_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = open_device("cpu")
     table = load_kernels("cpu")
     fmt = Format("int4", "model", 64)
 
-    def best() -> str:
-        choice = table.choose(fmt, 576, 576, 1, "bf16", capability(device))
+    def best(*features: str) -> str:
+        choice = table.choose(fmt, 576, 576, 1, "bf16", Capability("cpu", features))
         assert choice.candidate is not None
         return choice.candidate.name
 
-    assert best() == "native-int4"
+    assert best("avx2", "native") == "native-int4"
+    assert best("avx2") == "int4pack"
+    assert best("avx2", "avx512", "bf16", "native") != "native-int4"
+    device = open_device("cpu")
+    assert "native" in capability(device).features
     monkeypatch.setattr(native._State, "path", None)
-    assert best() != "native-int4"
+    assert "native" not in capability(device).features
+    assert "native" in capability(device, buildable=True).features
 
 
 # -- building ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Nothing is loaded yet, and the compiler is this shell script."""
     monkeypatch.setattr(native._State, "path", None)
     monkeypatch.setattr(native._State, "reason", None)
-    yield
+
+    def make(script: str) -> None:
+        fake = tmp_path / "g++"
+        fake.write_text(f"#!/bin/sh\n{script}\n")
+        fake.chmod(0o755)
+        monkeypatch.setenv("CXX", str(fake))
+
+    return make
 
 
 def test_a_compiler_that_fails_is_told_and_nothing_stays(
-    fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_compiler: Callable[[str], None], tmp_path: Path
 ) -> None:
-    fake = tmp_path / "g++"
-    fake.write_text("#!/bin/sh\necho 'ops.cpp:1: error: no such instruction' >&2\nexit 1\n")
-    fake.chmod(0o755)
-    monkeypatch.setenv("CXX", str(fake))
+    fake_compiler("echo 'ops.cpp:1: error: no such instruction' >&2; exit 1")
     reason = native.ensure(tmp_path / "built", lambda: None)
     assert reason == "the compiler failed: ops.cpp:1: error: no such instruction"
     assert native.loaded() is None and not native.possible()
@@ -208,22 +229,16 @@ def test_a_compiler_that_fails_is_told_and_nothing_stays(
 
 
 def test_a_library_that_cannot_be_loaded_is_told(
-    fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_compiler: Callable[[str], None], tmp_path: Path
 ) -> None:
-    fake = tmp_path / "g++"
-    fake.write_text('#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\necho nonsense > "$2"\n')
-    fake.chmod(0o755)
-    monkeypatch.setenv("CXX", str(fake))
+    fake_compiler('while [ "$1" != "-o" ]; do shift; done; echo nonsense > "$2"')
     reason = native.ensure(tmp_path / "built", lambda: None)
     assert reason is not None and reason.startswith("it cannot be loaded")
     assert native.loaded() is None
 
 
-def test_building_can_be_left(fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = tmp_path / "g++"
-    fake.write_text("#!/bin/sh\necho $$ > " + str(tmp_path / "pid") + "\nexec sleep 100\n")
-    fake.chmod(0o755)
-    monkeypatch.setenv("CXX", str(fake))
+def test_building_can_be_left(fake_compiler: Callable[[str], None], tmp_path: Path) -> None:
+    fake_compiler(f"echo $$ > {tmp_path / 'pid'}; exec sleep 100")
 
     def poll() -> None:
         if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip():
@@ -235,8 +250,6 @@ def test_building_can_be_left(fresh: None, tmp_path: Path, monkeypatch: pytest.M
     for _ in range(100):
         if not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text():
             break
-        import time
-
         time.sleep(0.05)
     else:
         pytest.fail("the compiler outlived the one who left it")
@@ -247,7 +260,7 @@ def test_every_native_candidate_passes_its_probe_in_a_child(library: Path, tmp_p
     from pdq_tui.engine.kernels import Prober
 
     ours = [c for c in load_kernels("cpu").candidates if c.op.startswith("native")]
-    assert {c.op for c in ours} == {op for op in OPS if op.startswith("native") and op != "native-w4a8"}
+    assert {c.op for c in ours} == {op for op in OPS if op.startswith("native")}
     wanted = [(c, "bf16", 576, 1536) for c in ours]
     broken = Prober(tmp_path / "probes.json").broken(wanted)
     assert broken == {(c.name, "bf16", 576, 1536): False for c in ours}

@@ -430,9 +430,20 @@ def test_keep_names_layers_by_stage(make, tiny_llama) -> None:
         '[[keep]]\nmodules = ["lm_head"]\nweights = "int8"\n'
     )
     arm = staged.apply(policy, rows=[1, 8])
+    assert arm.warnings == []
     assert arm.coverage["prefill"].formats.keys() == {"int4-g64", "int8"}
     assert {left.module.split(".")[2] for left in arm.coverage["decode"].left} == {"0"}
     assert torch.isfinite(run(arm, ids_of(1, 8), 3)[1]).all()
+
+
+def test_a_keep_that_names_nothing_is_said(make, tiny_llama) -> None:
+    staged, _, _ = make(tiny_llama)
+    policy = parse_policy(
+        'schema = 1\nname = "k"\n[prefill]\nweights = "int8"\n[decode]\nweights = "int8"\n'
+        '[[keep]]\nmodules = ["*.layer.0.*", "lm_head"]\nweights = "bf16"\n'
+    )
+    arm = staged.apply(policy, rows=[1, 8])
+    assert arm.warnings == ["[[keep]] '*.layer.0.*' names no linear layer of this model"]
 
 
 def test_kv_buffer_is_one_and_used_again(make, tiny_llama) -> None:

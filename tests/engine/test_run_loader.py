@@ -170,6 +170,36 @@ def test_I06_missing_files(broken: Path, name: str, words: list[str]) -> None:
     refused(broken, *words)
 
 
+def test_I06_a_config_with_more_layers_than_the_files_is_refused(broken: Path, tmp_path: Path) -> None:
+    """transformers would fill them with random numbers, and they would be measured."""
+    change_config(broken, num_hidden_layers=3)
+    with pytest.raises(UsageError, match=r"\d+ weights are not in the files: model.layers.2") as caught:
+        go(broken, tmp_path)
+    assert "config.json" in (caught.value.hint or "")
+
+
+def test_I06_a_config_of_another_architecture_is_refused(broken: Path, tmp_path: Path) -> None:
+    change_config(
+        broken, model_type="gpt2", architectures=["GPT2LMHeadModel"], n_embd=64, n_layer=2, n_head=4
+    )
+    with pytest.raises(PdqError, match=r"weights are not in the files|cannot be loaded"):
+        go(broken, tmp_path)
+
+
+def test_I06_a_config_with_fewer_layers_is_measured_and_said(broken: Path, tmp_path: Path) -> None:
+    change_config(broken, num_hidden_layers=1)
+    notes = go(broken, tmp_path).info.notes
+    assert len(notes) == 1 and "beyond the 1 that config.json describes" in notes[0]
+
+
+def change_config(model: Path, **values: Any) -> None:
+    file = model / "config.json"
+    config = json.loads(file.read_text()) | values
+    if "num_hidden_layers" in values:
+        config.pop("layer_types", None)
+    file.write_text(json.dumps(config))
+
+
 def test_Q07_a_quantized_checkpoint_is_refused_with_its_method(broken: Path) -> None:
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))

@@ -132,10 +132,21 @@ def test_T06_fixed_length_says_that_eos_is_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "hint"), [({}, "--beyond-positions"), ({"long_positions_ok": True}, "--in")]
+    ("settings", "text", "hint"),
+    [
+        ({"prompt_tokens": 2_000_000_000}, "no prompt can run: 2000000000", "--beyond-positions"),
+        (
+            {"prompt_tokens": 2_000_000_000, "long_positions_ok": True},
+            r"2000000000 prompt tokens × 1 rows",
+            "--in",
+        ),
+        ({"prompt_tokens": 20, "batch": 1_000_000}, r"20 prompt tokens × 1000000 rows", "--batch"),
+    ],
 )
-def test_I03_absurd_lengths_are_refused_before_they_are_made(settings: dict[str, Any], hint: str) -> None:
-    """Two thousand million tokens: nothing of that length is allocated, or this test would not end."""
-    with pytest.raises(UsageError, match="no prompt can run: 2000000000") as raised:
-        prepared(ROTARY, prompt_tokens=2_000_000_000, output_tokens=4, **settings)
+def test_I03_absurd_workloads_are_refused_before_they_are_made(
+    settings: dict[str, Any], text: str, hint: str
+) -> None:
+    """Thousands of millions of tokens: nothing of that size is allocated, or this test would not end."""
+    with pytest.raises(UsageError, match=text) as raised:
+        prepared(ROTARY, output_tokens=4, **settings)
     assert hint in (raised.value.hint or "")

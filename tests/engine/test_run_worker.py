@@ -172,7 +172,7 @@ def test_bad_input_leaves_the_worker_usable(worker: Worker, tiny_llama: Path, tm
     assert worker.process.stdin is not None
     worker.process.stdin.write(b'{"v": 1, "type": "dance"}\nnot json\n')
     worker.send(load(tiny_llama, tmp_path), p.SetWorkload(workload=WORKLOAD))
-    assert "dance" in worker.until(p.Note).text
+    assert "dance" in worker.until(p.Failure).message
     worker.until(p.ModelReady)
     worker.until(p.WorkloadReady)
 

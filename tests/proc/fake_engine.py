@@ -249,6 +249,17 @@ class Fake:
         self.requests += 1
         policy = self.arms[arm].policy
         if self.at_request("oom") and (self.workload is None or self.workload.batch > 1):
+            self.send(
+                Request(
+                    request=self.requests,
+                    arm=arm,
+                    policy=policy.name,
+                    policy_digest=policy.digest,
+                    kind=kind,
+                    valid=False,
+                    invalid_reason="failed in decode, step 2: out of memory",
+                )
+            )
             self.oom("decode")
         if self.at_request("kill"):
             os.kill(os.getpid(), signal.SIGKILL)

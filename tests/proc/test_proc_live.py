@@ -162,8 +162,8 @@ def test_S06_out_of_memory_then_the_next_smaller_run_works(live: Live) -> None:
         session,
         lambda v: v.engine.restarts == 1 and v.engine.state == "ready" and v.workload and v.arms["A"].ready,
     )
-    text = next(n.text for n in view.notes if n.level == "error")
-    assert "out of memory in decode (8.00 GiB wanted, 1.00 GiB free)" in text
+    told = [n.text for n in view.notes if n.level != "info"]
+    assert len(told) == 1 and "out of memory in decode (8.00 GiB wanted, 1.00 GiB free)" in told[0]
     assert view.arms["A"].requests == 2 and not view.wants_loop  # kept; not tried again by itself
     session.set_workload(Workload(batch=1))
     session.start_loop()
@@ -251,6 +251,33 @@ def test_a_snapshot_s_events_are_complete_and_its_record_is_shown(live: Live) ->
     kinds = {type(e) for e in session.events()}
     assert {p.ModelReady, p.ArmReady, p.WorkloadReady, p.Request, p.SnapshotSaved} <= kinds
     assert p.StageSample not in kinds and p.Pong not in kinds
+
+
+def test_a_request_that_fails_is_told_once(run: Run) -> None:
+    from pdq_tui.host.session import Session
+
+    session = Session(run)
+
+    def request(n: int, reason: str, nonfinite: p.NonFinite | None = None) -> p.Request:
+        return p.Request(
+            request=n, arm="A", policy="x", policy_digest="d", kind="loop", valid=False, invalid_reason=reason,
+            nonfinite=nonfinite,
+        )  # fmt: skip
+
+    def told() -> list[str]:
+        return [n.text for n in session.view().notes if n.level != "info"]
+
+    for n in range(3):  # it ended, and its logits are not finite: nobody else says so
+        session.apply(request(n, "logits are not finite from prefill on", p.NonFinite("prefill", 0)))
+    assert told() == ["arm A: not valid: logits are not finite from prefill on"]
+    session.apply(request(3, "failed in decode, step 2: out of memory"))
+    session.apply(p.Failure(kind="oom", message="out of memory in decode, step 2", fatal=True))
+    session.apply(p.WorkerExited(role="engine", pid=1, returncode=1, expected=False, text="it was ended"))
+    assert told()[1:] == ["it was ended"]
+    session.apply(p.Failure(kind="usage", message="no arm is called C"))
+    session.apply(p.RunEnded(reason="failed", requests=0))
+    assert told()[2:] == ["no arm is called C"]
+    session.close()
 
 
 def test_a_picture_is_cheap_after_many_requests(run: Run) -> None:

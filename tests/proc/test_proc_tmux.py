@@ -43,7 +43,15 @@ def test_S02_S05_c_kill_9_of_the_app_in_tmux_leaves_no_process(
     subprocess.run([sys.executable, str(HERE / "tiny_model.py"), str(model)], check=True, capture_output=True)
     home = tmp_path / "home"
     app = shlex.join([sys.executable, "-P", "-m", "pdq_tui", str(model), "--device", "cpu"])
-    tmux("new-session", "-d", "-x", "100", "-y", "30", f"PDQ_HOME={shlex.quote(str(home))} exec {app}")
+    tmux(
+        "new-session",
+        "-d",
+        "-x",
+        "100",
+        "-y",
+        "30",
+        f"PDQ_HOME={shlex.quote(str(home))} PDQ_ENGINE_KERNELS=torch PDQ_ENGINE_LAYERS=eager exec {app}",
+    )
     tmux("set-option", "-g", "remain-on-exit", "on")
     pid = int(tmux("display-message", "-p", "#{pane_pid}"))
     app_process = psutil.Process(pid)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from fake_views import FakeSession, make_view
@@ -31,7 +30,6 @@ class SmallApp(App[None]):
         self.make, self.runs_dir, self.ascii = screen, runs_dir, plain
         run_id = "20261202T063000Z-0f3a"
         self.session = FakeSession(make_view(run_id=run_id, run_dir=str(runs_dir / run_id), **picture))
-        self.session.run = SimpleNamespace(id=run_id, path=runs_dir / run_id, meta={"id": run_id})  # type: ignore[attr-defined]
 
     def on_mount(self) -> None:
         self.push_screen(self.make())

@@ -303,3 +303,21 @@ def test_policies_picture(
         await settle(pilot)  # type: ignore[arg-type]
 
     assert snap_compare(app, terminal_size=size, run_before=ready)  # type: ignore[operator]
+
+
+async def test_a_draft_stays_when_another_policy_is_written(app: SmallApp, user_dir: Path) -> None:
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settle(pilot)
+        screen = screen_of(app)
+        await pilot.press("n")
+        await settle(pilot)
+        assert "my-policy" in screen.drafts.names
+        choose(app, "int8")
+        await pilot.press("c", "w")
+        await settle(pilot)
+        assert (user_dir / "int8-copy.toml").is_file()
+        assert "my-policy" in screen.drafts.names and screen.drafts.modified("my-policy")
+        (user_dir / "int8-copy.toml").unlink()
+        screen._read()
+        await settle(pilot)
+        assert "int8-copy" not in screen.drafts.names, "what was in a file and is in none any more goes"

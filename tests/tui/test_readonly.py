@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,40 @@ async def test_readonly_help_and_palette_offer_nothing_that_changes(make_app: Ma
                    if b.action.split("(")[0] in keys.CHANGING]  # type: ignore[union-attr]  # fmt: skip
             assert len(off) == 14
             assert [text for text in off if text in shown] == []
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+async def test_what_is_refused_is_offered_nowhere(make_app: Make, readonly: bool) -> None:
+    """Key lines, panels, sentences and help name a key only where it does something."""
+    from pdq_tui.tui.help import key_lines
+
+    app = make_app(make_view(ratios={}, arms={}), readonly=readonly)
+    shown = ""
+    async with app.run_test(size=(160, 48)) as pilot:
+        for digit in "1236":
+            await pilot.press(digit)
+            await settle(pilot)
+            shown += text_of(app) + "".join(line.text for line in key_lines(app.screen, 100))
+    offered = {
+        text: text in shown
+        for text in (
+            "ctrl+c Stop", "r Stop", "stop the run", "x: ABBA", "s on the live screen", "a or b applies",
+            "Apply to A", "w Write", "del Delete",
+        )
+    }  # fmt: skip
+    assert set(offered.values()) == {not readonly}, offered
+    assert bool(re.search(r"ctrl\+c +a second time within 2 s: quit", shown)) is readonly
+
+
+async def test_readonly_ctrl_c_twice_quits(make_app: Make, session: FakeSession) -> None:
+    app = make_app(readonly=True)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settle(pilot)
+        await pilot.press("ctrl+c")
+        assert "ctrl+c again within 2 s quits" in session.picture.notes[-1].text and not session.closed
+        await pilot.press("ctrl+c")
+        await app.workers.wait_for_complete()
+        assert session.closed and ("stop",) not in session.calls
 
 
 async def test_readonly_loads_the_model_and_starts_no_loop(make_app: Make, session: FakeSession) -> None:

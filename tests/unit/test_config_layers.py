@@ -50,7 +50,7 @@ def test_each_layer_wins_over_the_one_below_and_says_so(tmp_path: Path) -> None:
         ("[workload]\nin = true\n", ":2: workload.in: must be a whole number", None),
         ("[workload]\nin = 0\n", ":2: workload.in: 0 is too small", "at least 1 tokens"),
         ("[workload]\nin = 1.5\n", ":2: workload.in: must be a whole number", None),
-        ("[run]\nmin_effect = nan\n", ":2: run.min_effect: nan is too small", None),
+        ("[run]\nmin_effect = nan\n", ":2: run.min_effect: nan is no finite number", None),
         ("[engine]\ndevice = 'tpu'\n", ":2: engine.device: 'tpu' is not a legal value", "auto, cuda, cpu"),
         ("[screen]\nfps = '900'\n", ":2: screen.fps: '900' is not a legal value", "0.1 to 60"),
         ("[screen]\nascii = 1\n", ":2: screen.ascii: must be true or false", None),

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator
@@ -193,10 +194,10 @@ def test_a_list_looks_at_each_manifest_once_and_builds_none(
 def test_reading_a_long_series_is_one_conversion(
     save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    s = snapshot.load(save())
     calls: list[Any] = []
     convert = series.msgspec.convert
     monkeypatch.setattr(series.msgspec, "convert", lambda *a, **k: calls.append(a[1]) or convert(*a, **k))
-    s = snapshot.load(save())
     assert len(s.requests) == s.requests_table.height > 1 and len(calls) == 1
     assert sum(len(r.itl_ms) for r in s.requests) == s.tokens_table.height
 
@@ -251,11 +252,57 @@ def test_a_damaged_snapshot_is_listed_and_the_others_work(
     assert len(snapshot.load(good).requests) == 8
 
 
+def test_a_copied_run_is_told_apart_by_its_path(save: Callable[..., Path], tmp_path: Path) -> None:
+    path = save()
+    shutil.copytree(tmp_path / RUN, tmp_path / "copy")
+    with pytest.raises(UsageError, match="names 2 snapshots") as caught:
+        listing.resolve(f"{RUN}/001", tmp_path)
+    assert caught.value.hint and str(path) in caught.value.hint and "copy/snapshots/001" in caught.value.hint
+
+
 def test_a_series_that_is_not_parquet_is_a_sentence(save: Callable[..., Path]) -> None:
     path = save()
     (path / "requests.parquet").write_bytes(b"PAR1 but not really")
     with pytest.raises(PdqError, match=r"requests\.parquet cannot be read"):
         _ = snapshot.load(path).requests
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("arm.decode.tpot_ms.median", "fast"),
+        ("arm.decode.tpot_ms", 41.2),
+        ("arm.weights.stored_bytes", "many"),
+        ("device.read_peak_gbps", "quick"),
+        ("workload.batch", [1]),
+        ("ratios", 3),
+        ("conditions.slowed", "no"),
+    ],
+)
+def test_words_where_numbers_belong_are_named_with_their_field(
+    save: Callable[..., Path], where: str, value: Any
+) -> None:
+    path = save()
+    body = json.loads((path / "manifest.json").read_text())
+    *parents, last = where.split(".")
+    table = body
+    for name in parents:
+        table = table[name]
+    table[last] = value
+    (path / "manifest.json").write_text(json.dumps(body))
+    with pytest.raises(PdqError, match=rf"is damaged: .*\$\.{re.escape(where)}"):
+        snapshot.load(path)
+
+
+def test_a_series_of_another_kind_or_another_run_is_named(save: Callable[..., Path]) -> None:
+    one, other = save("bf16"), save("int4")
+    shutil.copy(other / "sensors.parquet", one / "requests.parquet")
+    with pytest.raises(PdqError, match=r"requests\.parquet is no such series: it has no column request"):
+        _ = snapshot.load(one).requests
+    table = snapshot.load(other).requests_table
+    table.head(3).write_parquet(other / "requests.parquet")
+    with pytest.raises(PdqError, match="is not of this snapshot: 3 rows, its manifest says"):
+        _ = snapshot.load(other).requests
 
 
 # -- X01, X02, X04 -----------------------------------------------------------------------------------------------------

@@ -34,15 +34,9 @@ class NativeW8A8(NativeInt8):
 
 
 class NativeInt4(PackedLinear):
-    tokens = False
-
     def product(self, x: Tensor) -> Tensor:
-        out: Tensor = _ops().int4(x.contiguous(), self.weight, self.scales, self.group, self.tokens)
+        out: Tensor = _ops().int4(x.contiguous(), self.weight, self.scales, self.group)
         return out
-
-
-class NativeW4A8(NativeInt4):
-    tokens = True
 
 
 #: ``op`` of ``core.kernels`` → the class that is it.
@@ -52,5 +46,4 @@ OPS: Final[dict[str, Any]] = {
     "native-int8": NativeInt8,
     "native-w8a8": NativeW8A8,
     "native-int4": NativeInt4,
-    "native-w4a8": NativeW4A8,
 }

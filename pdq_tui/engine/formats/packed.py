@@ -50,7 +50,8 @@ class Spec:
 @dataclass(frozen=True)
 class Packed:
     """weight: dense [N, K]; int8 [N, k]; int4 packed bytes by layout. scales: int8 [N]; int4 [k / group, N, 2] holding
-    (scale, zero) with w = (q − 8) · scale + zero; in layout int4-rows [N, k / group, 2]. ``ours`` False where the tensor belongs to the model itself."""
+    (scale, zero) with w = (q − 8) · scale + zero; in layout int4-rows [N, k / group, 2].
+    ``ours`` False where the tensor belongs to the model itself."""
 
     spec: Spec
     weight: Tensor

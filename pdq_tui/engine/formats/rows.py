@@ -15,12 +15,3 @@ def nibbles_by_rows(q: Tensor) -> Tensor:
     planes = q.view(rows, k // BLOCK, 4, BLOCK // 4).to(torch.int32)
     words = planes[:, :, 0] | planes[:, :, 1] << 4 | planes[:, :, 2] << 8 | planes[:, :, 3] << 12
     return torch.stack((words & 0xFF, words >> 8), dim=3).to(torch.uint8).view(rows, k // 2)
-
-
-def columns_of_rows(packed: Tensor) -> Tensor:
-    """The inverse: bytes [rows, k / 2] → uint8 [rows, k]."""
-    rows, half = packed.shape
-    pairs = packed.view(torch.uint8).view(rows, half * 2 // BLOCK, BLOCK // 4, 2).to(torch.int32)
-    words = pairs[..., 0] | pairs[..., 1] << 8
-    planes = torch.stack([words >> shift & 15 for shift in (0, 4, 8, 12)], dim=2)
-    return planes.to(torch.uint8).view(rows, half * 2)

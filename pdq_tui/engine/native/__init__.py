@@ -44,6 +44,11 @@ def loaded() -> Path | None:
     return _State.path
 
 
+def identity() -> str | None:
+    """Changes whenever what the loaded library holds does; None where none is loaded."""
+    return None if _State.path is None else _State.path.parent.name
+
+
 def why_not() -> str | None:
     """Why ``ensure`` found that it cannot be had; None where it can, or was not asked."""
     return _State.reason
@@ -61,7 +66,8 @@ def possible() -> bool:
 
 
 def compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX") or "g++")
+    """The C++ compiler that is called, by us and by torch's inductor."""
+    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
 
 
 def ensure(folder: Path, poll: Callable[[], None]) -> str | None:

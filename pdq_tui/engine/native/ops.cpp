@@ -132,10 +132,10 @@ Tensor int8(Tensor x, Tensor w, Tensor scales, bool tokens) {
 
 // -- int4 in groups ---------------------------------------------------------------------------------------------------
 
-void run_int4(const Tensor& x, const Tensor& w, const Tensor& scales, int64_t group, bool tokens, Tensor& out) {
+void run_int4(const Tensor& x, const Tensor& w, const Tensor& scales, int64_t group, Tensor& out) {
   const int64_t rows = x.size(0), N = w.size(0), k = w.size(1) * 2, groups = k / group;
   Activations a;
-  quantize_rows(data<const bf16>(x), rows, x.size(1), k, tokens, a);
+  quantize_rows(data<const bf16>(x), rows, x.size(1), k, false, a);
   const uint8_t* weights = data<const uint8_t>(w);
   const bf16* by = data<const bf16>(scales);
   bf16* to = data<bf16>(out);
@@ -169,7 +169,7 @@ void run_int4(const Tensor& x, const Tensor& w, const Tensor& scales, int64_t gr
   }
 }
 
-Tensor int4(Tensor x, Tensor w, Tensor scales, int64_t group, bool tokens) {
+Tensor int4(Tensor x, Tensor w, Tensor scales, int64_t group) {
   expect_rows(x, w);
   const int64_t k = w.size(1) * 2;
   expect(k % BLOCK == 0 && x.size(1) <= k && group % HALF == 0 && (group == HALF || group % BLOCK == 0) && k % group == 0,
@@ -177,7 +177,7 @@ Tensor int4(Tensor x, Tensor w, Tensor scales, int64_t group, bool tokens) {
   expect(scales.is_contiguous() && scales.dim() == 3 && scales.size(0) == w.size(0) && scales.size(1) == k / group, "scales [N, k / group, 2]");
   expect(is_bf16(x) && scales.scalar_type() == ScalarType::BFloat16, "int4 takes bf16");
   Tensor out = result(x, w.size(0));
-  run_int4(x, w, scales, group, tokens, out);
+  run_int4(x, w, scales, group, out);
   return out;
 }
 
@@ -186,7 +186,7 @@ Tensor int4(Tensor x, Tensor w, Tensor scales, int64_t group, bool tokens) {
 STABLE_TORCH_LIBRARY(pdq_native, m) {
   m.def("dense(Tensor x, Tensor w) -> Tensor");
   m.def("int8(Tensor x, Tensor w, Tensor scales, bool tokens) -> Tensor");
-  m.def("int4(Tensor x, Tensor w, Tensor scales, int group, bool tokens) -> Tensor");
+  m.def("int4(Tensor x, Tensor w, Tensor scales, int group) -> Tensor");
   m.def("attend(Tensor q, Tensor data, Tensor scale, Tensor low, int count, Tensor mask, float scaling, float softcap) -> Tensor");
   m.def("put(Tensor keys, Tensor values, Tensor(a!) data, Tensor(b!) scale, Tensor(c!) low, int slot) -> ()");
 }
