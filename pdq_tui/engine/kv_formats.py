@@ -6,6 +6,7 @@ first and divided by afterwards, so that what is read back is off by no more tha
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -16,9 +17,11 @@ from pdq_tui.core.kv import KvPolicy, Stage
 
 FP8: Final = torch.float8_e4m3fn
 _FP8_MAX: Final = 448.0
+#: Least spread of a channel of keys, as a share of the median of its head's channels.
+LEAST_SPREAD: Final = 0.25
 
 
-class Codec(Protocol):
+class Codec(Hashable, Protocol):
     """``widths``: of each part, numbers a row and their dtype; the first part is the data."""
 
     @property
@@ -171,6 +174,10 @@ class Channels:
             real = (torch.arange(P, device=keys.device)[None, :] >= pad[:, None])[:, None, :, None]
             mean = keys.masked_fill(~real, 0).sum(2, keepdim=True) / (P - pad).view(B, 1, 1, 1)
             spread = (keys - mean).abs().masked_fill(~real, 0).amax(2, keepdim=True)
+        # A few positions may be alike in a channel: a later key would stand out there by so much that the scale of its
+        # row left nothing for the other channels.
+        usual = spread.median(-1, keepdim=True).values
+        spread = spread.maximum(usual * LEAST_SPREAD)
         return cls(mean, spread.masked_fill(spread == 0, 1.0))
 
     def apart(self, keys: Tensor) -> Tensor:

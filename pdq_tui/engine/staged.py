@@ -388,11 +388,6 @@ class StagedArm:
         than the model has.
         """
         owner = self.owner
-        if owner.window is not None and capacity > owner.window:
-            raise UsageError(
-                f"this model's attention slides over {owner.window} positions; {capacity} were asked for",
-                f"prompt and output together may have {owner.window} tokens here",
-            )
         if not owner.rotary and owner.max_positions is not None and capacity > owner.max_positions:
             raise UsageError(f"this model has {owner.max_positions} positions, {capacity} were asked for")
         owner.compiler.settle()

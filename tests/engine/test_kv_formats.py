@@ -151,3 +151,14 @@ def test_channels_leave_out_padding_and_come_back() -> None:
     torch.testing.assert_close(found.whole(held)[0], keys[0], rtol=1e-5, atol=1e-3)
     constant = Channels.of(torch.ones(1, 1, 3, D), None)
     assert bool((constant.apart(torch.ones(1, 1, 1, D)) == 0).all())
+
+
+def test_a_channel_that_few_positions_leave_alike_takes_no_later_keys_precision() -> None:
+    """Two positions, nearly equal in one channel; a later key differs there as it does everywhere."""
+    torch.manual_seed(3)
+    keys = torch.randn(1, 1, 2, 64)
+    keys[..., 1, 5] = keys[..., 0, 5] + 1e-4
+    later, made = torch.randn(1, 1, 1, 64), Int8(64)
+    channels = Channels.of(keys, None)
+    read = channels.whole(made.decode(made.encode(channels.apart(later)), torch.float32))
+    assert float((read - later).norm() / later.norm()) < 0.2

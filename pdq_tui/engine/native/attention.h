@@ -55,7 +55,7 @@ struct Int8Row {
 };
 
 // E4M3's bits in the places of a half's, whose exponent is biased by 8 more: the half is 2^-8 of the number. The NaN of
-// E4M3 is not stored: what was not finite has a scale that is not.
+// E4M3 is not read as one: the scale of a row with anything that is not finite is not finite either.
 struct Fp8Row {
   const uint8_t* row;
   float scale;
@@ -66,7 +66,8 @@ struct Fp8Row {
     const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
     return _mm256_cvtph_ps(_mm_or_si128(sign, _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7f)), 7)));
   }
-  float factor() const { return scale * 256.0f; }
+  // NaN for an infinite scale too: a score of -inf would be a masked position.
+  float factor() const { return scale * 256.0f + (scale - scale); }
 };
 
 // Byte j holds number j in its low half and number j + D / 2 in its high half. The group is a multiple of 8.
