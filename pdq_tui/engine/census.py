@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from pdq_tui.engine.experts import is_experts
+from pdq_tui.errors import UnfitError
 
 
 @dataclass(frozen=True)
@@ -129,3 +130,28 @@ def experts_per_token(model: PreTrainedModel) -> int:
     """From the config; 0 where the model has no experts or does not say."""
     config = model.config.get_text_config()
     return int(getattr(config, "num_experts_per_tok", None) or 0)
+
+
+def check_fit(model: PreTrainedModel, attention_name: str) -> None:
+    """Raises UnfitError for layers that keep another kind of state than one pair of keys and values each, and for
+    attention that would leave out what the model asks for."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    other = sorted(kinds - {"full_attention", "sliding_attention"})
+    if getattr(config, "is_encoder_decoder", False):
+        other.append("an encoder")
+    if getattr(config, "kv_lora_rank", None):
+        other.append("compressed keys and values (MLA)")
+    if getattr(config, "num_kv_shared_layers", None):
+        other.append("keys and values shared between layers")
+    if other:
+        raise UnfitError(f"this model has {', '.join(other)}, which this engine does not run")
+    if attention_name == "pdq" and not model._supports_attention_backend:
+        raise UnfitError(
+            f"{type(model).__name__} has attention of its own, which nothing takes the place of",
+            "load it with --attention eager",
+        )
+    if attention_name == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
+        raise UnfitError(
+            "this model caps its attention scores, which sdpa leaves out", "use attention pdq or eager"
+        )

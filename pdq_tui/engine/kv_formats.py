@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,13 @@ LEAST_SPREAD: Final = 0.25
 
 
 class Codec(Hashable, Protocol):
-    """``widths``: of each part, numbers a row and their dtype; the first part is the data."""
+    """``name``: of ``core.kv.KV_DTYPES``; ``group``: numbers that share a scale; ``widths``: of each part, numbers a row
+    and their dtype; the first part is the data."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def group(self) -> int: ...
 
     @property
     def head_dim(self) -> int: ...
@@ -42,8 +48,14 @@ class Codec(Hashable, Protocol):
 class Plain:
     """The model's dtype: one part, nothing is rounded."""
 
+    name: ClassVar[str] = "bf16"
+
     head_dim: int
     dtype: torch.dtype
+
+    @property
+    def group(self) -> int:
+        return self.head_dim
 
     @property
     def widths(self) -> tuple[tuple[int, torch.dtype], ...]:
@@ -60,7 +72,13 @@ class Plain:
 class Fp8:
     """E4M3, a scale a row: the largest number of a row becomes 448."""
 
+    name: ClassVar[str] = "fp8"
+
     head_dim: int
+
+    @property
+    def group(self) -> int:
+        return self.head_dim
 
     @property
     def widths(self) -> tuple[tuple[int, torch.dtype], ...]:
@@ -82,7 +100,13 @@ class Fp8:
 class Int8:
     """Symmetric, −127 to 127, a scale a row."""
 
+    name: ClassVar[str] = "int8"
+
     head_dim: int
+
+    @property
+    def group(self) -> int:
+        return self.head_dim
 
     @property
     def widths(self) -> tuple[tuple[int, torch.dtype], ...]:
@@ -102,6 +126,8 @@ class Int8:
 class Int4:
     """0 to 15 times a scale, plus a minimum, for each group of ``group`` numbers. Byte j of a row holds number j in its
     low half and number j + D/2 in its high half."""
+
+    name: ClassVar[str] = "int4"
 
     head_dim: int
     group: int
@@ -142,17 +168,22 @@ def _scale(span: Tensor, steps: float) -> Tensor:
     return scale.masked_fill_(scale == 0, 1.0)
 
 
-def codec(kv: KvPolicy, stage: Stage, head_dim: int, dtype: torch.dtype) -> Codec:
-    """What ``stage`` of ``kv`` reads. ``dtype``: the model's. The model was checked to fit (KvGeometry.misfit)."""
-    match kv.dtype(stage):
+def named(name: str, head_dim: int, group: int, dtype: torch.dtype) -> Codec:
+    """A format by its name. ``group``: of int4, 0 for the whole row; ``dtype``: of "bf16", which is the model's own."""
+    match name:
         case "fp8":
             return Fp8(head_dim)
         case "int8":
             return Int8(head_dim)
         case "int4":
-            return Int4(head_dim, kv.group_size or head_dim)
+            return Int4(head_dim, group or head_dim)
         case _:
             return Plain(head_dim, dtype)
+
+
+def codec(kv: KvPolicy, stage: Stage, head_dim: int, dtype: torch.dtype) -> Codec:
+    """What ``stage`` of ``kv`` reads. ``dtype``: the model's. The model was checked to fit (KvGeometry.misfit)."""
+    return named(kv.dtype(stage), head_dim, kv.group_size, dtype)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from typing import Final
 
 import torch
 
-from pdq_tui.core.kv import KvPolicy, Stage
+from pdq_tui.core.kv import KvPolicy
+from pdq_tui.core.policy import STAGES, Stage
 from pdq_tui.core.protocol import KvInfo
 from pdq_tui.engine import kv_native
 from pdq_tui.engine.formats.packed import DTYPE_NAMES
 from pdq_tui.engine.kv import MODEL_DTYPE, KvCache, KvShape
-from pdq_tui.engine.kv_formats import Plain, codec
+from pdq_tui.engine.kv_formats import Codec, Plain, codec
 from pdq_tui.errors import UnfitError
 
 #: Buffers kept for reuse by (batch, capacity), for each policy's KV formats.
@@ -34,6 +35,14 @@ class KvPool:
         if why is not None:
             hint = "load the model with --attention pdq" if self.refused else "choose another format in [kv]"
             raise UnfitError(f"{policy}: KV cache {kv.label}: {why}", hint)
+
+    def own_kernels(self, kv: KvPolicy) -> set[Codec]:
+        """Formats that our own kernels may serve in this policy, and in the model's dtype: what is compiled uses that."""
+        if not self.own_attention:
+            return set()
+        shape = self.shape
+        made = {codec(kv, stage, shape.head_dim, shape.dtype) for kv in (MODEL_DTYPE, kv) for stage in STAGES}
+        return {one for one in made if kv_native.unfit(one, shape.dtype, self.device) is None}
 
     @property
     def refused(self) -> str | None:

@@ -34,13 +34,17 @@ def _probe(job: dict[str, Any]) -> bool:
     import torch
 
     from pdq_tui.core.formats import Format
-    from pdq_tui.engine import native
+    from pdq_tui.engine import kv_formats, kv_native, native
     from pdq_tui.engine.formats.native import OPS
     from pdq_tui.engine.formats.pack import pack
     from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec
     from pdq_tui.engine.formats.unpack import Scratch
 
     dtype = {name: torch_dtype for torch_dtype, name in DTYPE_NAMES.items()}[job["dtype"]]
+    if job["native"]:
+        native.load(Path(job["native"]))
+    if "cache" in job:
+        return kv_native.right(kv_formats.named(job["cache"], job["N"], job["K"], dtype), dtype)
     N, K = job["N"], job["K"]
     torch.manual_seed(0)
     master = torch.randn(N, K).to(dtype)
@@ -52,8 +56,6 @@ def _probe(job: dict[str, Any]) -> bool:
     )
     spec = Spec(fmt, job["layout"], N, K, K, dtype)
     packed = pack(spec, master, torch.device("cpu"), lambda: False)
-    if job["native"]:
-        native.load(Path(job["native"]))
     layer = OPS[job["op"]](packed, None, Scratch())
     with torch.inference_mode():
         for rows in (1, 5, 17):

@@ -22,7 +22,7 @@ from pdq_tui.core.kernels import Capability, KernelTable
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.protocol import Coverage, Fallback, KvInfo, WeightsInfo
 from pdq_tui.engine import attention, experts
-from pdq_tui.engine.census import Layer, take_census
+from pdq_tui.engine.census import Layer, check_fit, take_census
 from pdq_tui.engine.checkpoint import Masters
 from pdq_tui.engine.cost import CostModel
 from pdq_tui.engine.formats.native import OPS
@@ -84,7 +84,7 @@ class StagedModel:
         experts.register()
         self.skeleton, self.device = skeleton, device
         self.census = take_census(skeleton)
-        _check_fit(skeleton, attention_name)
+        check_fit(skeleton, attention_name)
         self.capability: Capability = capability(device)
         embedding = skeleton.get_input_embeddings()
         assert isinstance(embedding.weight, Tensor)
@@ -183,6 +183,7 @@ class StagedModel:
         plan = self.plan(policy, rows, hard=hard)
         wanted = _wanted(self._placements(policy, rows))
         live = {key for arm in self._arms for key in arm.keys}
+        self.prober.try_caches(self.caches.own_kernels(policy.kv), self.dtype, cancelled, progress)
         self.store.check_fit(plan.new_bytes, live | set(wanted), self.device.free_bytes())
         packed = self.store.pack_missing(wanted, progress, cancelled)
         arm = StagedArm(self, policy, plan, rows, frozenset(wanted), resident=packed == 0)
@@ -396,28 +397,3 @@ class StagedArm:
 
 def _wanted(by_stage: dict[Stage, list[Placement]]) -> dict[Key, tuple[Layer, Spec]]:
     return {(p.layer.name, p.spec.key): (p.layer, p.spec) for stage in STAGES for p in by_stage[stage]}
-
-
-def _check_fit(model: PreTrainedModel, attention_name: str) -> None:
-    """Raises UnfitError for layers that keep another kind of state than one pair of keys and values each, and for
-    attention that would leave out what the model asks for."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    other = sorted(kinds - {"full_attention", "sliding_attention"})
-    if getattr(config, "is_encoder_decoder", False):
-        other.append("an encoder")
-    if getattr(config, "kv_lora_rank", None):
-        other.append("compressed keys and values (MLA)")
-    if getattr(config, "num_kv_shared_layers", None):
-        other.append("keys and values shared between layers")
-    if other:
-        raise UnfitError(f"this model has {', '.join(other)}, which this engine does not run")
-    if attention_name == "pdq" and not model._supports_attention_backend:
-        raise UnfitError(
-            f"{type(model).__name__} has attention of its own, which nothing takes the place of",
-            "load it with --attention eager",
-        )
-    if attention_name == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
-        raise UnfitError(
-            "this model caps its attention scores, which sdpa leaves out", "use attention pdq or eager"
-        )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.kv import KvPolicy
-from pdq_tui.engine import kv_attention, kv_native, native
+from pdq_tui.engine import kernels, kv_attention, kv_native, native
 from pdq_tui.engine.kv_formats import Codec, Fp8, Int4, Int8, Plain
 from pdq_tui.engine.kv_store import Filled, KvStore
 from tests.engine.test_kv_formats import rows
@@ -34,6 +34,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = Path(os.environ.get("PDQ_TEST_NATIVE", tmp_path_factory.getbasetemp().parent / "native"))
     reason = native.ensure(folder, lambda: None)
     assert reason is None, reason
+    kernels.Prober().try_caches(FORMATS, torch.float32)
+    assert all(kv_native.why_not(made, torch.float32, CPU) is None for made in FORMATS)
 
 
 @pytest.fixture
@@ -240,14 +242,16 @@ def test_a_ring_and_its_mask(made: Codec) -> None:
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    kv_native._wrong.cache_clear()
     real = kv_native.attend
+    assert kv_native.right(Int8(64), torch.float32)
     monkeypatch.setattr(kv_native, "attend", lambda *given: real(*given) * 1.1)
-    why = kv_native.why_not(Int8(64), torch.float32, CPU)
-    assert why is not None and "is off by" in why
-    monkeypatch.undo()
-    kv_native._wrong.cache_clear()
-    assert kv_native.why_not(Int8(64), torch.float32, CPU) is None
+    assert not kv_native.right(Int8(64), torch.float32)
+    monkeypatch.setattr(kv_native, "_tried", {})
+    assert kv_native.why_not(Int8(64), torch.float32, CPU) == "our own kernel was not tried here"
+    monkeypatch.setattr(kernels, "probe_in_child", lambda jobs, poll: [])  # it died at the first
+    kernels.Prober().try_caches([Int8(64)], torch.float32)
+    assert kv_native.why_not(Int8(64), torch.float32, CPU) == "our own kernel fails or is wrong here"
+    assert not KvStore(Int8(64), 1, 1, 1, 8, CPU, torch.float32).own_kernel
 
 
 @pytest.mark.parametrize(
