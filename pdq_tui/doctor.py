@@ -26,6 +26,7 @@ from pdq_tui import locations
 from pdq_tui.core.catalog import policies
 from pdq_tui.core.formats import default_of, formats
 from pdq_tui.core.kernels import Capability, load_kernels
+from pdq_tui.core.metrics import counted
 from pdq_tui.core.protocol import (
     ProtocolError,
     SensorSample,
@@ -289,7 +290,9 @@ def engine(device: str) -> Iterator[Check]:
         return
     info = body["info"]
     memory = f", {info['memory_bytes'] / 2**30:.1f} GiB" if info.get("memory_bytes") else ""
-    threads = f", {info['threads']} threads ({info['threads_reason']})" if info["kind"] == "cpu" else ""
+    threads = (
+        f", {counted(info['threads'], 'thread')} ({info['threads_reason']})" if info["kind"] == "cpu" else ""
+    )
     yield Check("engine", "ok", f"device {info['kind']}: {info['name']}{memory}{threads}")
     if info["kind"] == "cpu" and info.get("cpu") and info["cpu"] != info["name"]:
         yield Check("engine", "ok", f"CPU {info['cpu']}")

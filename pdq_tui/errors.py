@@ -13,6 +13,9 @@ GATE = 3
 UNFIT = 4
 INTERRUPTED = 130
 
+#: The way out where a format of a policy does not run on a device.
+OTHER_FORMAT = "choose another format for this stage; pdq-tui doctor lists what runs here"
+
 
 class PdqError(Exception):
     """An error told in one sentence, with the way out.

@@ -20,9 +20,9 @@ HERE = Path(__file__).resolve().parent
 async def main(requests: int, model: str, prompt: int, new: int) -> None:
     from textual.pilot import Pilot
 
-    from pdq_tui import locations
+    from pdq_tui.commands.flags import load_of
+    from pdq_tui.config import Settings
     from pdq_tui.core.catalog import find_policy
-    from pdq_tui.core.protocol import Load
     from pdq_tui.core.workload import Workload
     from pdq_tui.host.live import LiveSession
     from pdq_tui.host.runs import new_run
@@ -31,12 +31,11 @@ async def main(requests: int, model: str, prompt: int, new: int) -> None:
     runs = Path(tempfile.mkdtemp(prefix="pdq-shots-")) / "runs"
     run = new_run(runs, ["pdq-tui", model])
     session = LiveSession(run)
-    cache = locations.demo_dir() if model == "demo" else locations.cache_dir()
     app = PdqApp(
         session,
         Options(
             runs_dir=runs,
-            load=Load(model=model, cache_dir=str(cache)),
+            load=load_of(Settings(), model),
             a=find_policy("w8a8-prefill-int4-decode"),
             b=find_policy("bf16"),
             workload=Workload(prompt_tokens=prompt, output_tokens=new),
@@ -82,9 +81,7 @@ async def main(requests: int, model: str, prompt: int, new: int) -> None:
         await pilot.pause(1)
         save("help-120x36")
         await pilot.press("escape")
-        await pilot.press("s")
-        await until(pilot, "snapshots", lambda: len(session.view().snapshots) >= 1, 60)
-        await pilot.press("a" if session.view().active != "A" else "b")
+        # Both arms take turns, so one key saves both.
         await pilot.press("s")
         await until(pilot, "snapshots", lambda: len(session.view().snapshots) >= 2, 60)
         await pilot.press("3")

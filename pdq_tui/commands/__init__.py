@@ -6,6 +6,7 @@ from typing import Final
 COMMANDS: Final = {
     "app": "app",
     "run": "run",
+    "evaluate": "evaluate",
     "compare": "compare",
     "report": "report",
     "policies": "policies",

@@ -10,10 +10,10 @@ import msgspec
 import typer
 
 from pdq_tui import locations
-from pdq_tui.commands.common import columns, emit, say
+from pdq_tui.commands.common import columns, emit, say, tell
 from pdq_tui.core.catalog import Entry, find_policy, policies
 from pdq_tui.core.policy import Policy, parse_policy, policy_to_toml
-from pdq_tui.errors import PdqError, UsageError
+from pdq_tui.errors import PdqError, UnfitError, UsageError
 
 app = typer.Typer(
     add_completion=False,
@@ -144,7 +144,20 @@ def check(
         return
     from pdq_tui.commands.predicted import directory, predicted, table
 
-    predictions = [predicted(p, directory(model), device, rows * batch, batch) for p in found]
-    emit(
-        json.dumps([msgspec.to_builtins(p) for p in predictions], indent=1) if as_json else table(predictions)
-    )
+    predictions, told = [], []
+    unfit: UnfitError | None = None
+    for p in found:
+        try:
+            predictions.append(predicted(p, directory(model), device, rows * batch, batch))
+            told.append(msgspec.to_builtins(predictions[-1]))
+        except UnfitError as error:
+            if unfit is not None:
+                tell(unfit)
+            unfit = error
+            told.append({"policy": p.name, "model": model, "device": device, "unfit": error.message})
+    if as_json:
+        emit(json.dumps(told, indent=1))
+    elif predictions:
+        emit(table(predictions))
+    if unfit is not None:
+        raise unfit

@@ -9,7 +9,7 @@ from typing import Final
 from pdq_tui.core.arms import arm_stats, counts, drift, invalid_reason, timed
 from pdq_tui.core.comparable import runners_differ
 from pdq_tui.core.facts import Facts, other_load, slowed
-from pdq_tui.core.metrics import METRICS
+from pdq_tui.core.metrics import METRICS, counted
 from pdq_tui.core.pairs import blocks_of, control_intervals
 from pdq_tui.core.protocol import Request
 from pdq_tui.core.stats import LOOKS
@@ -123,7 +123,7 @@ def _too_short(facts: Facts) -> list[str]:
     seconds = (max(r.host_end_ns for r in used) - min(r.host_start_ns for r in used)) / 1e9
     found = []
     if blocks < BLOCKS_MIN:
-        found.append(f"{blocks} block{'' if blocks == 1 else 's'}: judgements are planned on {BLOCKS_MIN}")
+        found.append(f"{counted(blocks, 'block')}: judgements are planned on {BLOCKS_MIN}")
     if 0 < seconds < SECONDS_MIN:
         found.append(f"{seconds:.1f} s were measured: judgements are planned on {SECONDS_MIN:g} s")
     return found

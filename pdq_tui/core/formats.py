@@ -47,17 +47,23 @@ _KINDS: Final = (
     Kind("fp16", "converted to float16", dense=True),
     Kind("fp32", "converted to float32", dense=True),
     Kind(
+        "fp8",
+        "8-bit floating-point weights (E4M3), a scale per channel",
+        {"model": Pair(), "fp8": Pair("w8a8-fp8", "fp8 arithmetic, a scale per token")},
+    ),
+    Kind(
         "int8",
-        "8-bit weights, one scale per output channel",
+        "8-bit weights, a scale per channel",
         {"model": Pair(), "int8": Pair("w8a8", "int8 arithmetic, a scale per token")},
     ),
     Kind("int4", "4-bit weights", groups=True),
+    Kind("nf4", "4-bit NormalFloat (bitsandbytes)", groups=True),
+    Kind("fp4", "4-bit floating point (bitsandbytes)", groups=True),
+    Kind("llm-int8", "8-bit arithmetic, outlier columns apart (bitsandbytes)"),
 )
 KINDS: Final[dict[str, Kind]] = {kind.name: kind for kind in _KINDS}
 #: Weight formats of the policy file. "bf16" means the model's own dtype where the model is not bf16.
 WEIGHTS: Final = tuple(KINDS)
-#: Formats that other versions have; they are refused by name.
-LATER_WEIGHTS: Final = ("fp8", "nf4", "fp4", "llm-int8")
 ACTIVATIONS: Final = tuple(dict.fromkeys(a for kind in _KINDS for a in kind.activations))
 
 
@@ -65,7 +71,7 @@ class Format(msgspec.Struct, frozen=True, order=True):
     """How one weight matrix is held and multiplied in one stage.
 
     weights      one of WEIGHTS; "bf16" stands for the model's own dtype.
-    activations  "model" (the model's dtype), or "int8": rounded with one scale a token.
+    activations  "model" (the model's dtype), or "int8", "fp8": rounded with one scale a token.
     group_size   columns of K that share a scale; 0 where the format has none (per output channel).
     """
 
@@ -79,7 +85,7 @@ class Format(msgspec.Struct, frozen=True, order=True):
 
     @property
     def storage_key(self) -> str:
-        """Names the packed bytes. int8 weight-only and W8A8 share one layout, hence one key."""
+        """Names the packed bytes. Weight-only and W8A8 share one layout, hence one key."""
         return f"{self.weights}-g{self.group_size}" if self.group_size else self.weights
 
     @property
@@ -153,15 +159,23 @@ def of_label(label: str) -> Format:
     return known[label]
 
 
-def packed_bytes(fmt: Format, N: int, K: int, dtype_bytes: int) -> int:
-    """Stored bytes of one weight [N, K], K filled up to whole groups: int8 with a scale an output channel, int4 with a
-    scale and a zero point for each group of columns; scales in the model's dtype."""
+def packed_bytes(fmt: Format, N: int, K: int, dtype_bytes: int, layout: str = "") -> int:
+    """Stored bytes of one weight [N, K], K filled up to whole groups, scales included.
+
+    int8: a scale an output channel; int4: a scale and a zero point for each group of columns; both in the model's dtype
+    (``dtype_bytes``). llm-int8, fp8: a float32 scale an output channel; nf4, fp4: a float32 scale a group, in the CPU kernel's
+    ``layout`` a bfloat16 one.
+    """
     k = K + (-K % fmt.group_size if fmt.group_size else 0)
     match fmt.weights:
         case "int8":
             return N * k + N * dtype_bytes
         case "int4":
             return N * k // 2 + k // fmt.group_size * N * 2 * dtype_bytes
+        case "nf4" | "fp4":
+            return N * k // 2 + k // fmt.group_size * N * (2 if layout == "bnb4-cpu" else 4)
+        case "llm-int8" | "fp8":
+            return N * k + N * 4
         case "fp16":
             return N * k * 2
         case "fp32":

@@ -8,8 +8,9 @@ candidate *does* lives in the engine under its ``op``; here are only its limits 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -26,18 +27,22 @@ DEVICES: Final = ("cpu", "cuda")
 #: What a candidate multiplies: the dense formats are one.
 WEIGHTS: Final = ("dense", *(name for name, kind in KINDS.items() if not kind.dense))
 DTYPES: Final = ("bf16", "fp16", "fp32")
-ARITHMETIC: Final = ("model", "fp32", "int8", "int16")
-#: What the engine can detect and a candidate can need or lack: instructions, bf16 and int8 products in hardware, and a
-#: C++ compiler with Python's headers.
+ARITHMETIC: Final = ("model", "fp32", "int8", "int16", "fp8")
+#: What the engine can detect and a candidate can need or lack: instructions, bf16 and int8 products in hardware, packages,
+#: and a C++ compiler with Python's headers.
 FEATURES: Final[dict[str, str]] = {
     "avx2": "AVX2 instructions",
     "avx512": "AVX-512 instructions",
     "bf16": "bf16 arithmetic",
     "vnni": "int8 dot products",
     "amx": "AMX tiles",
+    "avx512bf16": "AVX-512 bf16 dot products",
+    "bitsandbytes": "the package bitsandbytes",
     "cxx": "a C++ compiler (g++, or the one CXX names) and Python's headers",
     "native": "this project's own CPU kernels (AVX2, a C++ compiler, engine.kernels = auto)",
 }
+#: What a prediction takes for granted where nobody has looked at a device: packages that come with this program.
+ASSUMED_FEATURES: Final = ("bitsandbytes",)
 #: What runs a decoder layer: transformers' modules as they are, or one program compiled from them by torch's inductor.
 RUNNERS: Final = ("eager", "inductor")
 #: op → the layouts of packed bytes that it reads. The engine implements exactly these.
@@ -55,6 +60,14 @@ OPS: Final[dict[str, tuple[str, ...]]] = {
     "int4-dequantize-float32": ("int4-cpu",),
     "int4-tinygemm": ("int4-tinygemm",),
     "int4-plain": ("int4-plain",),
+    "bnb4-gemm": ("bnb4",),
+    "bnb4-gemv-cpu": ("bnb4-cpu",),
+    "bnb4-dequantize": ("bnb4", "bnb4-cpu"),
+    "bnb4-dequantize-float32": ("bnb4", "bnb4-cpu"),
+    "llm-int8": ("llm-int8",),
+    "fp8-dequantize": ("fp8",),
+    "fp8-dequantize-float32": ("fp8",),
+    "w8a8-fp8-scaled_mm": ("fp8",),
     "native-dense": ("dense",),
     "native-int8": ("int8",),
     "native-w8a8": ("int8",),
@@ -75,7 +88,8 @@ class Capability(msgspec.Struct, frozen=True):
 class Candidate(msgspec.Struct, frozen=True):
     """One kernel and its limits. N: out features, K: in features, rows: tokens times batch in one call.
 
-    arithmetic  dtype of the multiplications: "model" (that of the weights or activations), "fp32", "int8" or "int16".
+    arithmetic  dtype of the multiplications: "model" (that of the weights or activations), "fp32", "int8", "int16" or
+                "fp8".
     best_rows   inclusive range of row counts where it is preferred; no limit.
     """
 
@@ -107,7 +121,8 @@ class Candidate(msgspec.Struct, frozen=True):
             return reason
         if self.min_sm is not None and (capability.sm is None or capability.sm < self.min_sm):
             has = "none" if capability.sm is None else "{}.{}".format(*capability.sm)
-            return f"{self.name} needs compute capability {self.min_sm[0]}.{self.min_sm[1]}, this device has {has}"
+            needs = "{}.{}".format(*self.min_sm)
+            return f"{self.name} needs a GPU of compute capability {needs} or later, this device has {has}"
         return None
 
     def shape_misfit(self, N: int, K: int, rows: int, group_size: int) -> str | None:
@@ -160,11 +175,13 @@ class RunnerChoice(msgspec.Struct, frozen=True):
 
 class Choice(msgspec.Struct, frozen=True):
     """``candidate`` None: nothing fits, and ``reasons`` say why. ``passed_over``: what would have come first on this
-    device but for the layer's shape (or a failed probe), with the reason."""
+    device but for the layer's shape (or a failed probe), with the reason. ``by_shape``: a layer of another shape might
+    have been taken."""
 
     candidate: Candidate | None
     reasons: tuple[str, ...] = ()
     passed_over: tuple[str, str] | None = None
+    by_shape: bool = False
 
 
 class KernelTable(msgspec.Struct, frozen=True):
@@ -197,6 +214,16 @@ class KernelTable(msgspec.Struct, frozen=True):
             and (layout is None or c.layout == layout)
         ]
 
+    def refusal(self, fmt: Format, dtype: str, capability: Capability) -> str | None:
+        """Why no layer of any shape runs in ``fmt`` on this device; None where some do."""
+        reasons: dict[str, str] = {}
+        for c in sorted(self.of(fmt), key=lambda c: c.order(1)):
+            reason = c.misfit(capability, dtype)
+            if reason is None:
+                return None
+            reasons.setdefault(reason.removeprefix(c.name), reason)  # once for all kernels that lack the same
+        return "; ".join(reasons.values()) or f"no kernel for {fmt.label} on {self.device}"
+
     def layouts(self, fmt: Format, N: int, K: int, dtype: str, capability: Capability) -> list[str]:
         """Layouts of packed bytes that fit this layer, best first: the order of the best candidate that reads each."""
         found: dict[str, int] = {}
@@ -205,6 +232,24 @@ class KernelTable(msgspec.Struct, frozen=True):
                 continue
             found[c.layout] = min(found.get(c.layout, c.rank), c.rank)
         return sorted(found, key=lambda layout: (found[layout], layout))
+
+    def place(
+        self,
+        fmt: Format,
+        N: int,
+        K: int,
+        rows: int,
+        dtype: str,
+        capability: Capability,
+        broken: Mapping[str, str] = MappingProxyType({}),
+    ) -> Choice:
+        """The best candidate among those that read the best layout: the layout does not depend on the rows, so that both
+        stages find the same bytes."""
+        for layout in self.layouts(fmt, N, K, dtype, capability):
+            choice = self.choose(fmt, N, K, rows, dtype, capability, layout=layout, broken=broken)
+            if choice.candidate is not None:
+                return choice
+        return self.choose(fmt, N, K, rows, dtype, capability, broken=broken)
 
     def choose(
         self,
@@ -216,24 +261,25 @@ class KernelTable(msgspec.Struct, frozen=True):
         capability: Capability,
         *,
         layout: str | None = None,
-        broken: Iterable[str] = (),
+        broken: Mapping[str, str] = MappingProxyType({}),
     ) -> Choice:
         """The best candidate for one layer and row count.
 
-        ``layout`` restricts the choice to kernels that read bytes already packed so; ``broken`` names candidates whose
-        probe failed.
+        ``layout`` restricts the choice to kernels that read bytes already packed so; ``broken``: candidates whose probe
+        failed, and how.
         """
-        bad = frozenset(broken)
         reasons: list[str] = []
         first_missed: tuple[str, str] | None = None
+        by_shape = False
         for c in sorted(self.of(fmt), key=lambda c: c.order(rows)):
             reason = c.misfit(capability, dtype)
             if reason is not None:
                 reasons.append(reason)
                 continue
             reason = c.shape_misfit(N, K, rows, fmt.group_size)
-            if reason is None and c.name in bad:
-                reason = f"{c.name} failed its probe on this device"
+            by_shape = by_shape or reason is not None
+            if reason is None and c.name in broken:
+                reason = f"{c.name} failed its probe on this device: {broken[c.name]}"
             if reason is None and layout is not None and c.layout != layout:
                 reasons.append(f"{c.name} reads another layout of the weights than {layout}")
                 continue
@@ -243,7 +289,7 @@ class KernelTable(msgspec.Struct, frozen=True):
             first_missed = first_missed or (c.name, reason)
         if not reasons:
             reasons.append(f"no kernel for {fmt.label} on {self.device}")
-        return Choice(None, tuple(reasons), first_missed)
+        return Choice(None, tuple(reasons), first_missed, by_shape)
 
 
 # -- TOML ------------------------------------------------------------------------------------------------------------

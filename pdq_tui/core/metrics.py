@@ -101,6 +101,11 @@ def format_bytes(value: float) -> str:
     return f"{sign}{size / BYTE_UNITS[unit]:.1f} {unit}"
 
 
+def counted(count: int, what: str) -> str:
+    """1, "thread" → "1 thread"; 2 → "2 threads"."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def _over(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None or b <= 0 else a / b
 

@@ -18,7 +18,6 @@ import msgspec
 from pdq_tui.core import toml
 from pdq_tui.core.formats import (
     ACTIVATIONS,
-    LATER_WEIGHTS,
     WEIGHTS,
     Format,
     default_of,
@@ -237,13 +236,7 @@ class _Reader:
             raise self.fail(
                 prefix + "source", "weights from a checkpoint of their own are not supported by this version"
             )
-        weights = self.choice(table, "weights", WEIGHTS + LATER_WEIGHTS, "bf16", prefix)
-        if weights in LATER_WEIGHTS:
-            raise self.fail(
-                prefix + "weights",
-                f"{weights!r} is not supported by this version",
-                f"legal here: {', '.join(WEIGHTS)}",
-            )
+        weights = self.choice(table, "weights", WEIGHTS, "bf16", prefix)
         activations = self.choice(table, "activations", ACTIVATIONS, "model", prefix)
         group = table.get("group_size", default_of(weights).group_size)
         if isinstance(group, bool) or not isinstance(group, int):

@@ -9,14 +9,17 @@ from typing import Final
 import msgspec
 
 from pdq_tui.core.formats import GROUP_SIZES, Format, packed_bytes
-from pdq_tui.core.kernels import Capability, KernelTable
+from pdq_tui.core.kernels import ASSUMED_FEATURES, Capability, KernelTable
 from pdq_tui.core.kv import sliding_words
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.shapes import Linear, Shapes
+from pdq_tui.errors import OTHER_FORMAT, UnfitError
 
 #: How a note begins that says what the engine will not do.
 REFUSED: Final = "the engine will refuse this:"
 _DTYPE: Final = {2: "bf16", 4: "fp32"}
+#: The device that is meant where nobody says which.
+_PLAIN: Final = {"cpu": "a CPU without special instructions", "cuda": "a GPU of compute capability 9.0"}
 
 
 class Left(msgspec.Struct, frozen=True):
@@ -66,7 +69,8 @@ def predict(
     capability: Capability | None = None,
 ) -> Prediction:
     """Bytes and coverage of ``policy``. Rows: tokens in one call of each stage (prompt length × batch, batch).
-    ``capability``: of the device that is meant, by default a plain CPU or compute capability 9.0."""
+    ``capability``: of the device that is meant, by default a plain CPU or compute capability 9.0. Raises UnfitError where
+    nothing on that device runs a format of the policy."""
     stages, stored = _both(policy, shapes, table, prefill_rows, decode_rows, capability)
     total = sum(stored.values())
     notes = (
@@ -75,7 +79,8 @@ def predict(
         else []
     )
     notes += [f"{policy.name}: {text}" for text in policy.unmatched(x.name for x in shapes.linears)]
-    notes.append("from shapes alone: the engine's plan with the real device has the last word")
+    meant = "" if capability else f" for {_PLAIN[table.device]}"
+    notes.append(f"from shapes alone{meant}: the engine's plan with the real device has the last word")
     kv, geometry = policy.kv, shapes.kv
     if geometry is not None:
         refused = geometry.misfit(kv)
@@ -137,7 +142,8 @@ def _both(
     capability: Capability | None,
 ) -> tuple[dict[str, StagePrediction], dict[tuple[str, str], int]]:
     """Each stage, and the bytes of everything that either of them reads by (layer, storage key)."""
-    capability = capability or Capability(kind=table.device, sm=(9, 0) if table.device == "cuda" else None)
+    sm = (9, 0) if table.device == "cuda" else None
+    capability = capability or Capability(table.device, ASSUMED_FEATURES, sm)
     stored: dict[tuple[str, str], int] = {}
     stages: dict[str, StagePrediction] = {}
     for stage in STAGES:
@@ -156,12 +162,13 @@ def _stage(
     converted = converted_bytes = 0
     for layer in shapes.linears:
         wanted = policy.format_for(layer.name, stage)
-        used, reason = _fit(wanted, policy, layer, shapes, table, capability, rows)
+        _runs(wanted, policy, stage, shapes, table, capability)
+        used, layout, reason = _fit(wanted, policy, layer, shapes, table, capability, rows)
         if reason is None and used.dense and not policy.stage(stage).format.dense:
             reason = "kept in the model's dtype by the policy or, as the head, unless named"
         if reason is not None:
             left.setdefault(reason, []).append(layer)
-        size = packed_bytes(used, layer.N, layer.K, shapes.dtype_bytes) * layer.experts
+        size = packed_bytes(used, layer.N, layer.K, shapes.dtype_bytes, layout) * layer.experts
         formats[used.label] = formats.get(used.label, 0) + layer.parameters
         if not used.dense:
             converted += layer.parameters
@@ -182,6 +189,20 @@ def _stage(
     return prediction, packed
 
 
+def _runs(
+    wanted: Format, policy: Policy, stage: Stage, shapes: Shapes, table: KernelTable, capability: Capability
+) -> None:
+    """Raises UnfitError where nothing on this device runs ``wanted``, whatever the layer's shape."""
+    if wanted.dense:
+        return
+    refusal = table.refusal(wanted, _DTYPE.get(shapes.dtype_bytes, "bf16"), capability)
+    if refusal is not None:
+        raise UnfitError(
+            f"{policy.name}: {wanted.label} in {stage} does not run on {table.device}: {refusal}",
+            OTHER_FORMAT,
+        )
+
+
 def _fit(
     wanted: Format,
     policy: Policy,
@@ -190,10 +211,10 @@ def _fit(
     table: KernelTable,
     capability: Capability,
     rows: int,
-) -> tuple[Format, str | None]:
-    """The format that this layer really gets, and why it is left in the model's dtype if it is."""
+) -> tuple[Format, str, str | None]:
+    """The format that this layer really gets, its layout, and why it is left in the model's dtype if it is."""
     if wanted.dense:
-        return wanted, None
+        return wanted, "dense", None
     dtype = _DTYPE.get(shapes.dtype_bytes, "bf16")
     tried = [wanted]
     if wanted.group_size and policy.on_misfit == "smaller-group":
@@ -207,8 +228,8 @@ def _fit(
         if fmt.group_size and layer.K % fmt.group_size and policy.on_misfit != "pad":
             continue
         k = layer.K + (-layer.K % fmt.group_size if fmt.group_size else 0)
-        choice = table.choose(fmt, layer.N, k, rows, dtype, capability)
+        choice = table.place(fmt, layer.N, k, rows, dtype, capability)
         if choice.candidate is not None:
-            return fmt, None
+            return fmt, choice.candidate.layout, None
         reason = choice.reasons[-1]
-    return Format(), reason
+    return Format(), "dense", reason

@@ -1,9 +1,9 @@
 """Attention of the two stages, registered with transformers: the view's config names it, nothing looks at the stage.
 
-Prefill: causal SDPA over the whole prompt, right with left padding. Decode: one query row a sequence, SDPA over the
-filled part of the cache, query heads grouped by reshape. Layers that slide read their window only; layers that cap
-their scores (Gemma 2) are multiplied out, since no fused kernel does it. Masks are made once a request (4-D, passed
-through by transformers as they are), None where nothing is padded.
+Prefill: causal over the whole prompt, right with left padding, by our own kernel where it is, else SDPA. Decode: one
+query row a sequence, SDPA over the filled part of the cache, query heads grouped by reshape. Layers that slide read their
+window only; layers that cap their scores (Gemma 2) are multiplied out, since no fused kernel does it. Masks are made once
+a request (4-D, passed through by transformers as they are), None where nothing is padded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from pdq_tui.engine import kv_attention
+from pdq_tui.engine import kv_attention, prefill_native
 from pdq_tui.engine.kv import windows_of
 from pdq_tui.engine.kv_store import Filled
 from pdq_tui.errors import UnfitError
@@ -71,6 +71,8 @@ def prefill_attention(
     _refuse(kwargs)
     _same_window(module, sliding_window)
     P = query.shape[2]
+    if attention_mask is None and softcap is None and prefill_native.possible(query, key, value):
+        return prefill_native.causal(query, key, value, scaling, sliding_window), None
     if softcap is None and (sliding_window is None or sliding_window >= P):
         out = F.scaled_dot_product_attention(
             query,

@@ -79,7 +79,7 @@ class Bench:
             raise UsageError("there is no workload yet")
         return self.prepared.batches[number % len(self.prepared.batches)]
 
-    def _arm(self, label: str) -> Arm:
+    def arm(self, label: str) -> Arm:
         if label not in self.arms:
             raise UsageError(f"arm {label} has no policy yet")
         return self.arms[label]
@@ -88,7 +88,7 @@ class Bench:
         self, label: str, prompt: int, kind: str, stopped: Callable[[], bool], turn: Turn | None = None
     ) -> p.Request:
         """Warm what is cold, run one request of the workload, send its record."""
-        arm, batch = self._arm(label), self._batch(prompt)
+        arm, batch = self.arm(label), self._batch(prompt)
         self._warm_up(arm, batch, stopped)
         record = self._run(arm, batch, kind, stopped, turn)
         key = (arm.policy.digest, batch.rows, batch.width)
@@ -204,7 +204,7 @@ class Bench:
         turns = block_turns(arms, number, seed)
         # Warmed before the first turn, so that no turn of the block comes after a warm-up and another does not.
         for label in arms:
-            self._warm_up(self._arm(label), self._batch(number), control.stopped)
+            self._warm_up(self.arm(label), self._batch(number), control.stopped)
         begin = self.device.host_ns()
         for position, turn in enumerate(turns):
             if position and (control.between() or self.epoch != epoch or given_up()):
@@ -286,7 +286,7 @@ class Bench:
 
     def _require(self, labels: Sequence[str]) -> None:
         for label in labels:
-            self._arm(label)
+            self.arm(label)
         self._batch(0)
 
     def _ended(self, reason: str, first: int, blocks: int) -> None:

@@ -103,7 +103,8 @@ def take_census(model: PreTrainedModel) -> Census:
 
 def _layer(name: str, module: nn.Module, leaf: str, parameter: torch.Tensor, routed: int) -> Layer | None:
     """The layer whose weight ``parameter`` is, None where it is none's."""
-    if isinstance(module, (nn.Linear, Conv1D)) and leaf == "weight":
+    # A subclass that multiplies in another way (a router that also chooses) is no linear layer.
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward) and leaf == "weight":
         conv1d = isinstance(module, Conv1D)
         N, K = (parameter.shape[1], parameter.shape[0]) if conv1d else tuple(parameter.shape)
         return Layer(name, N, K, conv1d)

@@ -16,6 +16,7 @@ import torch
 from pdq_tui.core import cpus
 from pdq_tui.core.protocol import DeviceInfo
 from pdq_tui.engine import memory, threads
+from pdq_tui.engine.kernels import capability
 from pdq_tui.errors import UnfitError
 
 # torch ships no types for its events.
@@ -75,6 +76,7 @@ class CpuDevice:
         return DeviceInfo(
             kind="cpu",
             name=name,
+            features=list(capability(self, buildable=True).features),
             memory_bytes=self.total_bytes,
             threads=self.threads,
             threads_reason=self.threads_reason,
@@ -141,6 +143,7 @@ class CudaDevice:
             uuid=cuda_uuid(self._properties),
             bus_id=cuda_bus_id(self._properties),
             capability=self.capability,
+            features=list(capability(self, buildable=True).features),
             memory_bytes=self.total_bytes,
             threads=self.threads,
             threads_reason=self.threads_reason,

@@ -16,6 +16,9 @@ _WANTED = re.compile(r"(?:tried to allocate|unable to mmap) ([\d.]+)\s*(bytes|[K
 _OOM = ("not enough memory", "can't allocate memory", "out of memory", "cannot allocate memory")
 #: A thread needs a stack: this is a limit on memory as well, or one on their number.
 _NO_THREAD = "can't start new thread"
+#: oneDNN's words where it has no memory for its code, and where it cannot compute something at all: only with less than
+#: this free is it the first.
+_PRIMITIVE, _SCARCE_BYTES = "could not create a primitive", 64 << 20
 _DEVICE = ("device-side assert", "cuda error", "cublas", "cudnn error", "illegal memory access")
 
 
@@ -25,9 +28,11 @@ def wanted_bytes(text: str) -> int | None:
     return int(float(found.group(1)) * _UNITS[found.group(2).lower()]) if found else None
 
 
-def kind_of(error: BaseException) -> str:
-    """oom, device or internal."""
+def kind_of(error: BaseException, free_bytes: int | None = None) -> str:
+    """oom, device or internal. ``free_bytes``: on the device now; None where that is not known."""
     text = str(error).lower()
+    if _PRIMITIVE in text and free_bytes is not None and free_bytes < _SCARCE_BYTES:
+        return "oom"
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
         word in text for word in (*_OOM, _NO_THREAD)
     ):
@@ -42,7 +47,9 @@ def kind_of(error: BaseException) -> str:
 def failure(error: BaseException, stage: str | None, device: Device | None) -> Failure:
     """The failure's message. Memory and device errors are fatal: after them the process is replaced, never reused,
     since a caught one keeps tensors alive and a failed assertion poisons the device's context."""
-    kind = kind_of(error)
+    # Not asked of a device that may have failed: its answer would be another error.
+    scarce = device.free_bytes() if device is not None and _PRIMITIVE in str(error) else None
+    kind = kind_of(error, scarce)
     first = (str(error) or type(error).__name__).splitlines()[0]
     detail = "".join(traceback.format_exception(error))[-8000:]
     if kind == "oom":

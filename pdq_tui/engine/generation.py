@@ -53,8 +53,16 @@ class Generation:
     @torch.inference_mode()
     def prefill(self, ids: Tensor) -> Tensor:
         """int64 [B, P], left-padded → logits [B, V] of the last position; fills the cache."""
+        return self._prefill(ids, 1)[:, -1]
+
+    @torch.inference_mode()
+    def score(self, ids: Tensor, keep: int) -> Tensor:
+        """The same pass for judging: logits [B, keep, V] of the last ``keep`` positions."""
+        return self._prefill(ids, keep)
+
+    def _prefill(self, ids: Tensor, keep: int) -> Tensor:
         B, P = ids.shape
-        view = self._arm.view("prefill", B * P, B)
+        view = self._arm.view("prefill", B * P, B * keep)
         self._cache.reset()
         self._cache.advance(P)
         if self._pad is None:
@@ -64,7 +72,7 @@ class Generation:
             positions = attention.prefill_positions(self._pad, P)
             assert self._mask is not None
             mask = attention.prefill_mask(self._pad, P) if self._pdq else self._mask[:, :P]
-        logits = self._call(view.model, ids, mask, positions, self._cache)
+        logits = self._call(view.model, ids, mask, positions, self._cache, keep)
         self._position.add_(P)
         return logits
 
@@ -84,7 +92,7 @@ class Generation:
             mask = mask[..., : cache.end]
         logits = self._call(self._decode.model, tokens[:, None], mask, self._position, cache)
         self._position.add_(1)
-        return logits
+        return logits[:, -1]
 
     # -- census --------------------------------------------------------------------------------------------------------
 

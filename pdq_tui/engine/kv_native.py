@@ -16,8 +16,8 @@ from pdq_tui.engine.kv_formats import Codec, Int4, Plain
 
 #: Largest error of the check, relative: one rounding of the result to bf16, or sums in another order.
 _TOLERANCE: Final = {torch.bfloat16: 8e-3, torch.float32: 1e-4}
-#: By format and the model's dtype: did ours come out right in a child process?
-_tried: Final[dict[tuple[Codec, torch.dtype], bool]] = {}
+#: By format and the model's dtype: what was wrong with ours in a child process, None where it came out right.
+_tried: Final[dict[tuple[Codec, torch.dtype], str | None]] = {}
 
 
 def why_not(made: Codec, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -25,10 +25,10 @@ def why_not(made: Codec, dtype: torch.dtype, device: torch.device) -> str | None
     reason = unfit(made, dtype, device)
     if reason is not None:
         return reason
-    works = _tried.get((made, dtype))
-    if works is None:
+    if (made, dtype) not in _tried:
         return "our own kernel was not tried here"
-    return None if works else "our own kernel fails or is wrong here"
+    wrong = _tried[made, dtype]
+    return None if wrong is None else f"our own kernel does not work here: {wrong}"
 
 
 def unfit(made: Codec, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -46,13 +46,14 @@ def unfit(made: Codec, dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
-def remember(made: Codec, dtype: torch.dtype, works: bool) -> None:
-    """What a child found out by ``right``; False where it died."""
-    _tried[made, dtype] = works
+def remember(made: Codec, dtype: torch.dtype, wrong: str | None) -> None:
+    """What a child found out by ``wrong_with``, or that it died."""
+    _tried[made, dtype] = wrong
 
 
-def right(made: Codec, dtype: torch.dtype) -> bool:
-    """A small example, written and read by ours, against float64 over what the format says was stored."""
+def wrong_with(made: Codec, dtype: torch.dtype) -> str | None:
+    """A small example, written and read by ours, against float64 over what the format says was stored: None, or what
+    is wrong."""
     generator = torch.Generator().manual_seed(7)
     B, heads, group, n, D = 2, 2, 3, 70, made.head_dim
     keys, values = torch.randn(2, B, heads, n, D, generator=generator).to(dtype)
@@ -68,8 +69,11 @@ def right(made: Codec, dtype: torch.dtype) -> bool:
     got = attend(query, parts, n, None, D**-0.5, None).double().view_as(wanted)
     error = (got - wanted).norm() / wanted.norm()
     stored = (whole - torch.stack((keys, values)).double()).norm() / whole.norm()
-    # 4 bits over a whole row are within 0.15; NaN compares false
-    return bool(error <= _TOLERANCE[dtype]) and bool(stored < 0.2)
+    if not error <= _TOLERANCE[dtype]:  # NaN compares false
+        return f"its attention is off by {float(error):.2g}"
+    if not stored < 0.2:  # 4 bits over a whole row are within 0.15
+        return f"what it stores is off by {float(stored):.2g}"
+    return None
 
 
 def _ops() -> Any:

@@ -26,7 +26,7 @@ from pdq_tui.engine.device import Device
 from pdq_tui.engine.runner import Peaks
 
 #: Raise when a probe changes: cached figures of another version are measured again.
-PROBES_VERSION = 2
+PROBES_VERSION = 3
 #: How many sessions look, before the cache alone is asked.
 LOOKS = 3
 #: Each probe repeats at most this long, in seconds, and at most this often.
@@ -237,11 +237,11 @@ def _products(device: Device) -> Iterator[tuple[str, Product]]:
         packed = torch.ops.quantized.linear_prepack(b, None)
         return lambda: torch.ops.quantized.linear_dynamic(a, packed)
 
-    def int16(n: int) -> Run:
-        a = torch.ones(n, n)
+    def own(tokens: bool, n: int) -> Run:
+        a = torch.ones(n, n, dtype=torch.bfloat16)
         b = torch.ones(n, n, dtype=torch.int8)
-        one = torch.ones(n)
-        return lambda: torch.ops.pdq_native.int8(a, b, one, True)
+        one = torch.ones(n, dtype=torch.bfloat16)
+        return lambda: torch.ops.pdq_native.int8(a, b, one, tokens)
 
     yield "fp32", functools.partial(dense, torch.float32)
     yield "bf16", functools.partial(dense, torch.bfloat16)
@@ -250,6 +250,8 @@ def _products(device: Device) -> Iterator[tuple[str, Product]]:
     if where.type == "cpu":
         yield "int8", int8_fbgemm
     if native.loaded() is not None:
-        yield "int16", int16
+        # Without int8 dot products bytes are multiplied as 16-bit numbers as well.
+        yield "int8" if torch.cpu._is_vnni_supported() else "int16", functools.partial(own, True)
+        yield "int16", functools.partial(own, False)
     if device.capability is not None and device.capability >= (8, 9):
         yield "fp8", fp8

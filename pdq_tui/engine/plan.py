@@ -19,7 +19,7 @@ from pdq_tui.core.protocol import Coverage, Fallback, LeftModule, WeightsInfo
 from pdq_tui.engine.census import Census, Fused, Layer
 from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec, dense_dtype
 from pdq_tui.engine.kernels import ProbeKey
-from pdq_tui.errors import UnfitError, UsageError
+from pdq_tui.errors import OTHER_FORMAT, UnfitError, UsageError
 
 #: Below this share of the weights converted, a policy that names another format than the model's is called partial.
 PARTIAL_BELOW = 0.5
@@ -28,7 +28,8 @@ PARTIAL_BELOW = 0.5
 @dataclass(frozen=True)
 class Placement:
     """How one layer is held and multiplied in one stage. ``wanted``: what the policy names; ``left``: why it stays in
-    the model's dtype though the stage names another format; ``fallback``: why it is not quite what was wanted."""
+    the model's dtype though the stage names another format; ``fallback``: why it is not quite what was wanted.
+    ``nowhere``: left because nothing on this device runs the format, whatever the layer's shape."""
 
     layer: Layer
     stage: Stage
@@ -38,6 +39,7 @@ class Placement:
     candidate: Candidate
     left: str | None = None
     fallback: str | None = None
+    nowhere: bool = False
 
     @property
     def as_written(self) -> bool:
@@ -75,7 +77,7 @@ class Planner:
         dtype: torch.dtype,
         table: KernelTable,
         capability: Capability,
-        broken: Callable[..., dict[ProbeKey, bool]],
+        broken: Callable[..., dict[ProbeKey, str]],
     ) -> None:
         if dtype not in DTYPE_NAMES:
             raise UnfitError(
@@ -88,10 +90,17 @@ class Planner:
         """One for each linear layer, in the model's order. Raises PdqError where the policy cannot run at all."""
         asked = self._risky(policy, stage)
         broken = self._broken(asked) if asked else {}
-        return [
+        placements = [
             self._place(policy, stage, layer, layer.rows(head_rows if layer.head else rows), broken)
             for layer in self.census.layers
         ]
+        lost = next((p for p in placements if p.nowhere), None)
+        if lost is not None and all(p.nowhere for p in placements if p.wanted == lost.wanted):
+            raise UnfitError(
+                f"{policy.name}: {lost.wanted.label} in {stage} does not run on this device: {lost.left}",
+                OTHER_FORMAT,
+            )
+        return placements
 
     def probe(
         self,
@@ -109,15 +118,15 @@ class Planner:
         """Every candidate of the table that may crash, with each shape, where this stage may come to one of them."""
         dtype = DTYPE_NAMES[self.dtype]
         risky = [c for c in self.table.candidates if c.probe and not c.misfit(self.capability, dtype)]
-        shapes = set()
+        # Any layer may come to a dense product: as the format that is asked for, or where that one does not fit.
+        shapes = {"dense": {(layer.N, layer.K) for layer in self.census.layers}}
         for layer in self.census.layers:
             fmt = policy.format_for(layer.name, stage)
-            if any(c.weights == fmt.weights for c in risky):
-                shapes.add((layer.N, layer.K))
+            shapes.setdefault("dense" if fmt.dense else fmt.weights, set()).add((layer.N, layer.K))
         return [
             (c, dtype, N, K)
             for c in risky
-            for N, K in sorted(shapes)
+            for N, K in sorted(shapes.get(c.weights, ()))
             if c.shape_misfit(N, K, c.rows[0], c.group_sizes[0] if c.group_sizes else 0) is None
         ]
 
@@ -130,7 +139,7 @@ class Planner:
         stage: Stage,
         layer: Layer,
         rows: int,
-        broken: Mapping[ProbeKey, bool],
+        broken: Mapping[ProbeKey, str],
     ) -> Placement:
         wanted = policy.format_for(layer.name, stage)
         left = None
@@ -141,33 +150,27 @@ class Planner:
                 else "the output head is kept unless named"
             )
             left = kept + (", and it is the input embedding" if layer.tied else "")
+        nowhere = False
+        own = DTYPE_NAMES[self.dtype]
+        bad = {name: why for (name, d, n, kk), why in broken.items() if (d, n, kk) == (own, layer.N, layer.K)}
         used, k, reason = _fit_groups(wanted, layer.K, policy.on_misfit)
         if used is not None:
-            for layout in self.table.layouts(used, layer.N, k, self._dtype_name(used), self.capability):
-                dtype = self._dtype_name(used)
-                bad = [name for (name, d, n, kk), is_bad in broken.items()
-                       if is_bad and (d, n, kk) == (dtype, layer.N, layer.K)]  # fmt: skip
-                choice = self.table.choose(
-                    used, layer.N, k, rows, dtype, self.capability, layout=layout, broken=bad
-                )
-                if choice.candidate is not None:
-                    spec = Spec(used, layout, layer.N, layer.K, k, self.dtype, layer.experts)
-                    missed = choice.passed_over[1] if choice.passed_over else None
-                    return Placement(
-                        layer, stage, rows, wanted, spec, choice.candidate, left, reason or missed
-                    )
-            reasons = self.table.choose(
-                used, layer.N, k, rows, self._dtype_name(used), self.capability
-            ).reasons
-            reason = "; ".join(reasons) or f"no kernel for {used.label} on {self.table.device}"
+            choice = self.table.place(used, layer.N, k, rows, self._dtype_name(used), self.capability, bad)
+            if choice.candidate is not None:
+                spec = Spec(used, choice.candidate.layout, layer.N, layer.K, k, self.dtype, layer.experts)
+                missed = choice.passed_over[1] if choice.passed_over else None
+                return Placement(layer, stage, rows, wanted, spec, choice.candidate, left, reason or missed)
+            refusal = self.table.refusal(used, self._dtype_name(used), self.capability)
+            reason = refusal or "; ".join(choice.reasons)
+            nowhere = not choice.by_shape
         if wanted.dense:
             raise UnfitError(f"{layer.name}: nothing multiplies {wanted.label} here: {reason}")
         dense = Format()
-        choice = self.table.choose(dense, layer.N, layer.K, rows, DTYPE_NAMES[self.dtype], self.capability)
+        choice = self.table.choose(dense, layer.N, layer.K, rows, own, self.capability, broken=bad)
         if choice.candidate is None:
             raise UnfitError(f"{layer.name}: nothing multiplies it here: {'; '.join(choice.reasons)}")
         spec = Spec(dense, choice.candidate.layout, layer.N, layer.K, layer.K, self.dtype, layer.experts)
-        return Placement(layer, stage, rows, wanted, spec, choice.candidate, reason, reason)
+        return Placement(layer, stage, rows, wanted, spec, choice.candidate, reason, reason, nowhere)
 
 
 def _fit_groups(fmt: Format, K: int, on_misfit: str) -> tuple[Format | None, int, str | None]:

@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from pdq_tui.engine.process import die_with_parent, run_module
+from pdq_tui.errors import PdqError
 
 #: Seconds a probing child may take, its import of torch included.
 PROBE_TIMEOUT_S: Final = 120.0
 
 
-def probe_in_child(jobs: list[dict[str, Any]], poll: Callable[[], None]) -> list[bool]:
-    """Results in order, as far as the child came. ``poll`` is called all the while; what it raises ends the child."""
+#: Before each result, among whatever libraries print.
+MARK: Final = "probe: "
+
+
+def probe_in_child(jobs: list[dict[str, Any]], poll: Callable[[], None]) -> list[str | None]:
+    """What does not work, in order, None where it works; as far as the child came. ``poll`` is called all the while; what
+    it raises ends the child."""
     _, lines = run_module(
         "pdq_tui.engine.probe",
         [],
@@ -26,16 +32,16 @@ def probe_in_child(jobs: list[dict[str, Any]], poll: Callable[[], None]) -> list
         given=json.dumps(jobs),
         timeout_s=PROBE_TIMEOUT_S,
     )
-    return [line == "ok" for line in lines if line in ("ok", "wrong")]
+    return [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
 
 
-def _probe(job: dict[str, Any]) -> bool:
-    """Run one kernel on random numbers against its dequantized reference in float64."""
+def _probe(job: dict[str, Any]) -> str | None:
+    """Run one kernel on random numbers against the weights in float64; None, or what is wrong."""
     import torch
 
     from pdq_tui.core.formats import Format
     from pdq_tui.engine import kv_formats, kv_native, native
-    from pdq_tui.engine.formats.native import OPS
+    from pdq_tui.engine.formats.ops import OPS
     from pdq_tui.engine.formats.pack import pack
     from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec
     from pdq_tui.engine.formats.unpack import Scratch
@@ -44,7 +50,7 @@ def _probe(job: dict[str, Any]) -> bool:
     if job["native"]:
         native.load(Path(job["native"]))
     if "cache" in job:
-        return kv_native.right(kv_formats.named(job["cache"], job["N"], job["K"], dtype), dtype)
+        return kv_native.wrong_with(kv_formats.named(job["cache"], job["N"], job["K"], dtype), dtype)
     N, K = job["N"], job["K"]
     torch.manual_seed(0)
     master = torch.randn(N, K).to(dtype)
@@ -54,17 +60,19 @@ def _probe(job: dict[str, Any]) -> bool:
         if job["weights"] == "dense"
         else Format(job["weights"], job["activations"], job["group_size"])
     )
-    spec = Spec(fmt, job["layout"], N, K, K, dtype)
-    packed = pack(spec, master, torch.device("cpu"), lambda: False)
+    k = K + (-K % fmt.group_size if fmt.group_size else 0)
+    device = torch.device(job["device"])
+    packed = pack(Spec(fmt, job["layout"], N, K, k, dtype), master, device, lambda: False)
     layer = OPS[job["op"]](packed, None, Scratch())
     with torch.inference_mode():
         for rows in (1, 5, 17):
             x = torch.randn(rows, K).to(dtype)
             wanted = x.double() @ master.double().t()
-            error = (layer(x).double() - wanted).norm() / wanted.norm()
-            if not bool(error < 0.2):  # 4 bits by plain rounding are within 0.1; NaN compares false
-                return False
-    return True
+            got = layer(x.to(device)).double().cpu()
+            error = float((got - wanted).norm() / wanted.norm())
+            if not error < 0.2:  # 4 bits by plain rounding are within 0.15; NaN compares false
+                return f"with {rows} rows its result is off by {error:.2g}"
+    return None
 
 
 def main() -> None:
@@ -73,7 +81,20 @@ def main() -> None:
 
     torch.set_num_threads(1)
     for job in json.loads(sys.stdin.read()):
-        sys.stdout.write("ok\n" if _probe(job) else "wrong\n")
+        try:
+            why = _probe(job)
+        except (
+            PdqError,
+            RuntimeError,
+            OSError,
+            ImportError,
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:
+            why = (str(error) or type(error).__name__).strip().splitlines()[0]
+        sys.stdout.write(f"\n{MARK}{json.dumps(why)}\n")
         sys.stdout.flush()
 
 

@@ -14,7 +14,7 @@ from pdq_tui.core import prompts as prompt_sets
 from pdq_tui.core import protocol as p
 from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.policy import Policy
-from pdq_tui.engine import faults, native
+from pdq_tui.engine import faults, native, quality
 from pdq_tui.engine.bench import Bench, Control
 from pdq_tui.engine.cancel import Cancelled, check
 from pdq_tui.engine.channel import Inbox
@@ -66,6 +66,8 @@ class Session:
                     self._run(number, lambda bench, control: bench.loop(command, control))
                 case p.RunBlocks():
                     self._run_blocks(number, command)
+                case p.Score():
+                    self._run(number, lambda bench, control: self._score(bench, control, command))
                 case _:
                     self.send(p.Note(level="warn", text=f"the engine has no use for {stage}"))
         except RequestFailedError as failed:
@@ -198,8 +200,17 @@ class Session:
             )
         )
 
-    def _refuse(self, command: p.SetArm, reason: str, hint: str | None) -> None:
-        self.send(p.ArmRefused(arm=command.arm, policy=command.policy.name, reason=reason, hint=hint))
+    def _refuse(self, command: p.SetArm, why: PdqError) -> None:
+        name = command.policy.name
+        self.send(
+            p.ArmRefused(
+                arm=command.arm,
+                policy=name,
+                reason=why.message.removeprefix(f"{name}: "),
+                hint=why.hint,
+                exit_code=why.exit_code,
+            )
+        )
 
     def _pack(self, label: str, policy: Policy, hard: bool, cancelled: Callable[[], bool]) -> StagedArm:
         """Make ``label`` follow ``policy``: pack what is missing. Raises PdqError, Cancelled."""
@@ -218,14 +229,14 @@ class Session:
             with self._task("pack", f"{label}: {policy.name}"):
                 ready = self._pack(label, policy, command.hard, lambda: self.inbox.cancelled(number))
         except Cancelled:
-            self._refuse(command, "cancelled", None)
+            self._refuse(command, PdqError("cancelled"))
             if self.staged is not None and self.staged.compiler.busy:
                 # The C++ compiler cannot be stopped half-way, and nothing may be measured beside it.
                 with self._task("pack", "what was being compiled is finished"):
                     self.staged.compiler.settle()
             return
         except PdqError as error:
-            self._refuse(command, error.message, error.hint)
+            self._refuse(command, error)
             return
         self.send(
             p.ArmReady(
@@ -297,6 +308,24 @@ class Session:
                 p.Failure(kind="usage", message=error.message, hint=error.hint, exit_code=error.exit_code)
             )
             self.send(p.RunEnded(reason="failed", requests=0))
+
+    def _score(self, bench: Bench, control: Control, command: p.Score) -> None:
+        assert self.model is not None and self.device is not None
+        tokenizer, info = self.model.tokenizer, self.model.info
+        windows = quality.windows(command, tokenizer, info, prompt_sets.built_in)
+        arms = [bench.arm(label) for label in command.arms]
+        scores = quality.Judge(self.device, bench.arm(command.base), arms, command).score(windows)
+        done, total = 0, len(windows) * len(arms)
+        on = {"text": "on a text", "sample": "on the base's own sample"}[command.forced]
+        what = "quality, prefill path" if command.path == "prefill" else f"quality, decode path {on}"
+        while not control.stopped():
+            self.send(p.Progress(task="score", label=what, done=done, total=total, unit="windows"))
+            scored = next(scores, None)
+            if scored is None:
+                break
+            self.send(scored)
+            done += 1
+        self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
 
     def _between(self) -> bool:
         """Carry out the arms and workloads that wait; True where something else waits, which ends the loop."""

@@ -25,7 +25,7 @@ from pdq_tui.engine import attention, experts
 from pdq_tui.engine.census import Layer, check_fit, take_census
 from pdq_tui.engine.checkpoint import Masters
 from pdq_tui.engine.cost import CostModel
-from pdq_tui.engine.formats.native import OPS
+from pdq_tui.engine.formats.ops import OPS
 from pdq_tui.engine.formats.packed import DTYPE_NAMES, PackedStack, Spec
 from pdq_tui.engine.formats.unpack import Scratch
 from pdq_tui.engine.generation import Generation
@@ -89,7 +89,7 @@ class StagedModel:
         embedding = skeleton.get_input_embeddings()
         assert isinstance(embedding.weight, Tensor)
         self.dtype: torch.dtype = embedding.weight.dtype
-        self.prober = Prober(locations.cache_dir() / "kernel-probes.json")
+        self.prober = Prober(locations.cache_dir() / "kernel-probes.json", device.torch_device.type)
         self.planner = Planner(self.census, self.dtype, kernels, self.capability, self.prober.broken)
         parameters = dict(skeleton.named_parameters(remove_duplicate=False))
         own = {
@@ -270,7 +270,7 @@ class StagedModel:
             cache.advance(1)
             token = torch.arange(rows, device=self.device.torch_device)[:, None] * 7 + 31 * cache.end
             position = torch.full_like(token, cache.start)
-            return self.caller.logits(view.model, token % words, None, position, cache)
+            return self.caller.logits(view.model, token % words, None, position, cache)[:, -1]
 
         try:
             with torch.inference_mode():

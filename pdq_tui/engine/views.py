@@ -69,8 +69,7 @@ class Caller:
         #: "cache" since transformers 5.20-something, "past_key_values" before.
         self._cache = "cache" if "cache" in names else "past_key_values"
         self._fixed: dict[str, Any] = {"use_cache": True}
-        if "logits_to_keep" in names:
-            self._fixed["logits_to_keep"] = 1
+        self._can_keep = "logits_to_keep" in names
 
     def logits(
         self,
@@ -79,14 +78,17 @@ class Caller:
         mask: torch.Tensor | None,
         positions: torch.Tensor,
         cache: object,
+        keep: int = 1,
     ) -> torch.Tensor:
-        """ids int64 [B, q] → logits [B, V] of the last position, in the model's dtype."""
+        """ids int64 [B, q] → logits [B, keep, V] of the last ``keep`` positions, in the model's dtype."""
+        kept = {"logits_to_keep": keep} if self._can_keep else {}
         out = view(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
             **{self._cache: cache},
             **self._fixed,
+            **kept,
         )
-        logits: torch.Tensor = out.logits[:, -1]
+        logits: torch.Tensor = out.logits[:, -keep:]
         return logits

@@ -49,6 +49,8 @@ def lines(event: Any) -> list[Line]:
             return [("warn", f"the run ended (budget) after {event.requests} requests", None)]
         case TaskEnded(cancelled=True):
             return [("info", f"{event.task} {event.label}: cancelled", None)]
+        case TaskEnded(task="pack", ok=False):
+            return []  # the refusal that follows says why, and the way out
         case TaskEnded(ok=False):
             return [("error", f"{event.task} {event.label}: {event.text or 'failed'}", None)]
         case SensorState():

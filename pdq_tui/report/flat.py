@@ -1,4 +1,4 @@
-"""A comparison or a run's document as flat rows, one a figure, for spreadsheets and data frames."""
+"""A comparison or a run's document as flat rows, one a figure or one a ratio, for spreadsheets and data frames."""
 
 from __future__ import annotations
 
@@ -57,6 +57,30 @@ DOCUMENT: Final[series.Schema] = {
     "unit": _S,
     "reason": _S,
 }
+RATIOS: Final[series.Schema] = {
+    "run": _S,
+    "reference": _S,
+    "arm": _S,
+    "metric": _S,
+    "ratio": _F,
+    "ratio_low": _F,
+    "ratio_high": _F,
+    "difference": _F,
+    "difference_low": _F,
+    "difference_high": _F,
+    "unit": _S,
+    "judgement": _S,
+    "blocks": _I,
+    "decided_at_blocks": _I,
+    "threshold": _F,
+    "noise_floor": _F,
+    "reason": _S,
+}
+#: Keys of a ratio in a document that are columns as they are.
+_RATIO_KEYS: Final = (
+    "reference", "arm", "metric", "ratio", "difference", "unit", "judgement", "blocks", "decided_at_blocks",
+    "threshold", "noise_floor",
+)  # fmt: skip
 
 
 class Flat(msgspec.Struct, frozen=True):
@@ -69,6 +93,20 @@ def rows(source: Comparison | Mapping[str, Any]) -> Flat:
     if isinstance(source, Comparison):
         return Flat(dict(COMPARISON), _comparison(source))
     return Flat(dict(DOCUMENT), [r for arm in source.get("arms", []) for r in _arm(source.get("run"), arm)])
+
+
+def ratios(document: Mapping[str, Any]) -> Flat:
+    """The arms of a run against its reference, one row an arm and metric; see ``core.stats.Ratio``."""
+    return Flat(dict(RATIOS), [_ratio(document.get("run"), r) for r in document.get("ratios") or []])
+
+
+def _ratio(run: Any, r: Mapping[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {"run": run, **{key: r.get(key) for key in _RATIO_KEYS}}
+    for key in ("ratio", "difference"):
+        row[f"{key}_low"], row[f"{key}_high"] = _low_high(r.get("ci95" if key == "ratio" else f"{key}_ci95"))
+    reasons = (r.get(f"{key}_reason") for key in ("judgement", "ratio", "ci95"))
+    row["reason"] = next((reason for reason in reasons if reason), None)
+    return row
 
 
 def to_csv(flat: Flat) -> str:

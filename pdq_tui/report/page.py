@@ -27,7 +27,8 @@ class Formula(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page(msgspec.Struct, kw_only=True):
-    """``headline``: the one sentence to read if no other is read. ``facts``: (name, value) of the conditions."""
+    """``headline``: the one sentence to read if no other is read. ``facts``: (name, value) of the conditions.
+    ``legend``: how the page's signs and words are to be read."""
 
     title: str
     headline: str
@@ -35,3 +36,4 @@ class Page(msgspec.Struct, kw_only=True):
     tables: list[Table]
     notes: list[str]
     formulas: list[Formula]
+    legend: str

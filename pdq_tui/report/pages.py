@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pdq_tui.core.document import DECODE_KEYS, PREFILL_KEYS
-from pdq_tui.core.metrics import METRICS, MISSING, format_bytes
+from pdq_tui.core.metrics import METRICS, MISSING, counted, format_bytes
 from pdq_tui.core.stats import UNSURE, Summary
 from pdq_tui.report.cells import (
     ARROWS,
@@ -35,6 +35,14 @@ DELTA_OF: Final = {
     PAIRED: "Δ is ★'s geometric mean over the blocks × (ratio − 1), the estimate of Δ %, not the medians' difference",
     UNPAIRED: "Δ is the median of ★'s blocks × (ratio − 1), the estimate of Δ %; a block is its geometric mean",
 }
+#: How the words and signs of a comparison are to be read, below the formulas.
+LEGEND: Final = (
+    "± is half the width of the 95 % interval of the median. A judgement compares whole blocks in which the "
+    "policies take turns: better or worse where the interval excludes 0 and the difference exceeds the threshold "
+    "(the smallest effect that matters, or the noise of the reference against itself, whichever is larger); "
+    "same where the interval lies inside the threshold; unsure otherwise, and wherever conditions differ (⚑). "
+    "Δ % is ratio − 1; Δ by ratio is the same estimate in the metric's unit, so the two never differ in sign."
+)
 _MARKS: Final = {OK: "✓", DIFFERS: "✗", UNKNOWN: "?", BY_POLICY: "by policy:"}
 
 
@@ -61,6 +69,7 @@ def comparison_page(c: Comparison, *, diff_only: bool = False) -> Page:
         tables=tables,
         notes=[*c.notes, HOLDS],
         formulas=formulas(shown),
+        legend=LEGEND,
     )
 
 
@@ -202,6 +211,7 @@ def document_page(doc: Json) -> Page:
         formulas=formulas(
             [*PREFILL_KEYS.values(), *DECODE_KEYS.values(), "itl_ms", "e2e_ms", "handoff_ms", *FIGURES]
         ),
+        legend=LEGEND,
     )
 
 
@@ -335,7 +345,9 @@ def facts(doc: Json) -> list[tuple[str, str]]:
         found.append(("model", _join(model.get("id"), model.get("dtype"), size, identity)))
     if device:
         memory = format_bytes(device["memory"]) if device.get("memory") else ""
-        threads = f"{host['threads']} threads" if device.get("kind") == "cpu" and host.get("threads") else ""
+        threads = (
+            counted(host["threads"], "thread") if device.get("kind") == "cpu" and host.get("threads") else ""
+        )
         found.append(("device", _join(device.get("name"), memory, threads)))
         if device.get("read_peak_gbps"):
             peak = f"{device['read_peak_gbps']:.1f} GB/s"

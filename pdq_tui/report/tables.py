@@ -146,11 +146,7 @@ def markdown(p: Page) -> str:
     ]
     lines += [
         "",
-        "± is half the width of the 95 % interval of the median. A judgement compares whole blocks in which the "
-        "policies take turns: better or worse where the interval excludes 0 and the difference exceeds the threshold "
-        "(the smallest effect that matters, or the noise of the reference against itself, whichever is larger); "
-        "same where the interval lies inside the threshold; unsure otherwise, and wherever conditions differ (⚑). "
-        "Δ % is ratio − 1; Δ by ratio is the same estimate in the metric's unit, so the two never differ in sign.",
+        p.legend,
         "",
         "</details>",
     ]

@@ -12,11 +12,16 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
-from pdq_tui.tui.lines import Line, LineList, drawn, fit, is_ascii
+from pdq_tui.tui.lines import Line, LineList, drawn, fit, is_ascii, wrapped
 
+#: Cells of a dialog's box, where the window has them, and what its border and padding take of them.
+WIDTH, FRAME = 80, 4
+#: The look of every dialog. Opaque: what shines through beside the box reads as part of it in a small window, and
+#: tinting it is most of the work of opening one.
 BOX = """
-    align: center middle;
-    & > #box { width: 76; max-width: 100%; height: auto; max-height: 100%; border: round $border; background: $surface;
+    align: center middle; background: $background;
+    &:ansi { background: ansi_default; }
+    & > #box { width: 80; max-width: 100%; height: auto; max-height: 100%; border: round $border; background: $surface;
                padding: 0 1; }
     &.-ascii > #box { border: ascii $border; }
     & Static { width: 1fr; height: auto; }
@@ -49,6 +54,10 @@ class Ask(ModalScreen[bool]):
         self.dismiss(yes)
 
 
+#: Cells of a list's cursor and scroll bar.
+_CURSOR = 3
+
+
 @dataclass(frozen=True)
 class Choice:
     """``refused``: why this value cannot be chosen here; shown greyed with the reason."""
@@ -72,27 +81,36 @@ class Pick(ModalScreen[str | None]):
         self.question, self.choices, self.current = title, choices, current
 
     def compose(self) -> ComposeResult:
-        with Vertical(id="box"):
+        with Vertical(id="box") as box:
+            box.border_subtitle = "enter takes it   esc leaves it as it was"
             yield Static(self.question, markup=False)
             yield LineList(id="choices")
 
     def on_mount(self) -> None:
         self.set_class(is_ascii(self.app), "-ascii")
-        width = max(len(choice.value) for choice in self.choices) + 2
-        lines = []
-        for choice in self.choices:
-            mark = drawn(self.app, "● " if choice.value == self.current else "  ")
-            if choice.refused is not None:
-                lines.append(Line.of(f"{mark}{fit(choice.value, width)}n/a: {choice.refused}", "dim"))
-            else:
-                lines.append(
-                    Line(((f"{mark}{fit(choice.value, width)}", ""), (choice.note, "dim")), choice.value)
-                )
         box = self.query_one(LineList)
-        box.set_lines(lines)
-        box.styles.height = len(lines)
+        self._fill()
         box.move_to(self.current)
         box.focus()
+
+    def on_resize(self) -> None:
+        self._fill()
+
+    def _fill(self) -> None:
+        """One line a value, more where the window is too narrow for its note."""
+        width = max(len(choice.value) for choice in self.choices) + 4
+        room = min(WIDTH, self.app.size.width) - FRAME - _CURSOR - width
+        lines: list[Line] = []
+        for choice in self.choices:
+            mark = drawn(self.app, "● " if choice.value == self.current else "  ")
+            refused = choice.refused is not None
+            first, *more = wrapped(f"n/a: {choice.refused}" if refused else choice.note, room)
+            parts = ((fit(mark + choice.value, width), "dim" if refused else ""), (first, "dim"))
+            lines.append(Line(parts, None if refused else choice.value))
+            lines += [Line.of(" " * width + part, "dim") for part in more]
+        box = self.query_one(LineList)
+        box.styles.height = len(lines)
+        box.set_lines(lines)
 
     def action_choose(self) -> None:
         key = self.query_one(LineList).key

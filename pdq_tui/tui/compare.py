@@ -19,13 +19,17 @@ from pdq_tui.tui.compare_spread import Samples, samples, spread_lines
 from pdq_tui.tui.copying import copy_text
 from pdq_tui.tui.export import ExportDialog
 from pdq_tui.tui.keys import bound
-from pdq_tui.tui.lines import Line, LineList, drawn, is_ascii, is_readonly, sentence, title
+from pdq_tui.tui.lines import Line, LineList, drawn, is_ascii, is_readonly, paragraph, sentence, title
 from pdq_tui.tui.page import Page
 
 if TYPE_CHECKING:  # polars comes with these: only threads import them
     from pdq_tui.store.compare import Comparison, Row
     from pdq_tui.store.listing import Listed
     from pdq_tui.store.snapshot import Snapshot
+
+
+#: Lines of the paragraph that says whether the set-up is the same.
+_SETUP_LINES = 3
 
 
 class CompareScreen(Page):
@@ -44,13 +48,11 @@ class CompareScreen(Page):
     BINDINGS: ClassVar[list[BindingType]] = [
         bound("space", "pick", "Pick", "compare.pick", "take this snapshot into the comparison or out"),
         bound("asterisk", "reference", "Reference", "compare.reference", "this snapshot is the reference"),
-        bound("enter", "detail", "Detail", "compare.detail", "formula, why, blocks and distribution"),
-        bound(
-            "left_square_bracket", "pair(-1)", "Prev pair", "compare.prev", "previous candidate", show=False
-        ),
-        bound("right_square_bracket", "pair(1)", "Next pair", "compare.next", "next candidate"),
         bound("D", "differences", "Diff only", "compare.diff", "only rows that are better or worse"),
         bound("H", "hidden", "Hidden", "compare.hidden", "show or hide what the difference filter hides"),
+        bound("enter", "detail", "Detail", "compare.detail", "formula, why, blocks and distribution"),
+        bound("left_square_bracket", "pair(-1)", "Pair", "compare.prev", "previous candidate"),
+        bound("right_square_bracket", "pair(1)", "Pair", "compare.next", "next candidate"),
         bound("y", "copy", "Copy row", "compare.copy", "send this row to the terminal's clipboard"),
         bound("e", "export", "Export", "compare.export", "write this comparison to files"),
     ]
@@ -235,10 +237,12 @@ class CompareScreen(Page):
             return
         side = found.candidates[self.pair]
         count = len(found.candidates)
-        which = f"pair {self.pair + 1} of {count}   " if count > 1 else ""
-        only = "   differences only" if self.differences else ""
-        self.set_title(drawn(self.app, f"★ {found.reference.label}   against {side.label}   {which}{only}"))
-        setup.update(drawn(self.app, compare_rows.setup_text(found.setup_of(side.id))))
+        self.set_title(drawn(self.app, f"★ {found.reference.label}   against {side.label}"))
+        which = [f"pair {self.pair + 1} of {count}"] if count > 1 else []
+        only = ["differences only"] if self.differences else []
+        rows.border_subtitle = title("   ".join([*which, *only]))
+        same = drawn(self.app, compare_rows.setup_text(found.setup_of(side.id)))
+        setup.update(paragraph(same, max(1, self.size.width - 2), _SETUP_LINES, drawn(self.app, "…")))
         lines = compare_rows.table_lines(
             found,
             side.id,

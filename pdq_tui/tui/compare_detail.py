@@ -10,7 +10,8 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 
 from pdq_tui.report.cells import about, delta_interval_text, delta_text, judgement_text, value_text
-from pdq_tui.tui.ask import BOX
+from pdq_tui.tui.ask import BOX, FRAME, WIDTH
+from pdq_tui.tui.compare_rows import setup_text
 from pdq_tui.tui.compare_spread import Samples, histogram_lines
 from pdq_tui.tui.lines import Line, LineList, drawn, is_ascii, literal, wrapped
 
@@ -44,7 +45,7 @@ class RowDetail(ModalScreen[None]):
 
     def _fill(self) -> None:
         box = self.query_one(LineList)
-        width = max(24, min(72, self.app.size.width - 6))
+        width = max(24, min(WIDTH, self.app.size.width) - FRAME - 1)  # of the scroll bar
         lines = detail_lines(self.comparison, self.row, self.sides, width)
         box.styles.height = len(lines)
         box.set_lines([Line(tuple((drawn(self.app, t), r) for t, r in line.parts)) for line in lines])
@@ -72,6 +73,7 @@ def detail_lines(comparison: Comparison, row: Row, sides: Samples | None, width:
         facts.append(
             (label or "against", f"{name}  {value_text(row.metric, summary)}  n={summary.n}{reason}")
         )
+    facts.append(("set-up", setup_text(comparison.setup_of(side.id))))
     for label, text in facts:
         first, *more = wrapped(literal(text), width - 9)
         lines.append(Line(((f"{label:<8} ", "mark"), (first, ""))))

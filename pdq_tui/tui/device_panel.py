@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdq_tui.core.metrics import counted
 from pdq_tui.core.protocol import CpuSample, GpuSample
 from pdq_tui.core.stats import Summary
 from pdq_tui.host.view import SessionView
@@ -48,7 +49,7 @@ def _gib(value: float | None) -> str:
 
 
 def _cpu_rows(cpu: CpuSample, view: SessionView, look: Look) -> list[Row]:
-    threads = f"{view.device.threads} threads" if view.device else ""
+    threads = counted(view.device.threads, "thread") if view.device else ""
     rows = [
         row((" load  ", "head"), f"{_share(cpu.load)}   engine {_share(cpu.engine_load)}"),
         row((" RSS   ", "head"), f"{_gib(cpu.engine_rss_bytes)} / {_gib(cpu.memory_total_bytes)} GiB"),

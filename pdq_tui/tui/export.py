@@ -137,16 +137,15 @@ class ExportDialog(ModalScreen[None]):
 
         refused = False
         try:
-            there = [f"{STEM}.{write.REPORTERS[f].suffix}" for f in formats]
-            there = [name for name in there if (folder / name).is_file()]
-            if there and not force:
-                refused = True
-                text = f"already there: {', '.join(there)}. Enter again replaces, or give another directory."
-            else:
-                body = self.subject() if self.subject is not None else self._measured()
-                paths = write.write(body, formats, folder, force, stem=STEM)
-                names = ", ".join(literal(path.name) for path in paths)
-                text = f"{len(paths)} files in {literal(folder)}: {names}"
+            body = self.subject() if self.subject is not None else self._measured()
+            paths = write.write(body, formats, folder, force, stem=STEM)
+            names = ", ".join(literal(path.name) for path in paths)
+            text = f"{len(paths)} files in {literal(folder)}: {names}"
+        except write.AlreadyThereError as error:
+            refused = True
+            text = (
+                f"already there: {', '.join(error.names)}. Enter again replaces, or give another directory."
+            )
         except PdqError as error:
             text = f"not exported: {literal(error.message)}. {_STILL}"
         except OSError as error:

@@ -8,7 +8,7 @@ from pdq_tui.core.metrics import format_bytes
 from pdq_tui.host.view import SessionView
 from pdq_tui.tui import keys
 from pdq_tui.tui.heading import Look
-from pdq_tui.tui.lines import Row
+from pdq_tui.tui.lines import Row, keys_that_fit
 from pdq_tui.tui.rows import apart, clip, row
 
 
@@ -66,7 +66,7 @@ def bottom_rows(
 
 
 def key_row(view: SessionView, width: int, look: Look, readonly: bool, names: Mapping[str, str]) -> Row:
-    """The keys that matter most, as many as fit. ``names``: binding id → keys, where they were moved."""
+    """The keys that matter most, as many as fit, and that there are more. ``names``: binding id → keys, where they were moved."""
 
     def key(*ids: str) -> str:
         return "/".join(keys.shown(i, names) for i in ids)
@@ -82,7 +82,6 @@ def key_row(view: SessionView, width: int, look: Look, readonly: bool, names: Ma
     ]
     items = [
         *([] if readonly else changing),
-        f"{key('app.help')} Help",
         f"{key('app.export')} Export",
         f"{key('live.zoom')} Zoom",
         f"{key('live.freeze')} Pause",
@@ -91,8 +90,5 @@ def key_row(view: SessionView, width: int, look: Look, readonly: bool, names: Ma
         screens = screens.replace("Compare", "Cmp").replace("Policies", "Pol")
     if width < 80:
         screens = " ".join(key(f"screen.{mode}") for _, mode, _ in keys.SCREENS) + " Screens"
-    text = f" {screens} {look.own('│')}"
-    for item in items:
-        if len(text) + 1 + len(item) <= width:
-            text += f" {item}"
-    return row(text)
+    first = f" {screens} {look.own('│')}"
+    return row(keys_that_fit([first, *items], f"{key('app.help')} Help", width, " ", look.own("…")))

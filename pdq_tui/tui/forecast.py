@@ -14,10 +14,11 @@ from pdq_tui.core.metrics import format_bytes
 from pdq_tui.core.policy import STAGES, Policy
 from pdq_tui.core.predict import Prediction, predict, to_pack
 from pdq_tui.core.shapes import Shapes, read_shapes
-from pdq_tui.errors import PdqError
+from pdq_tui.errors import PdqError, UnfitError
 from pdq_tui.host.view import SessionView
 from pdq_tui.tui.device_panel import engine_gpu
 from pdq_tui.tui.lines import drawn, literal
+from pdq_tui.tui.runnable import capability_of
 
 #: Prompt tokens where no workload says how many.
 _PROMPT_TOKENS = 512
@@ -27,7 +28,8 @@ _PROMPT_TOKENS = 512
 class Question:
     """What a forecast depends on; two that are equal have the same answer.
 
-    model, device   path of the loaded model; "cpu" or "cuda" with its compute capability.
+    model           path of the loaded model.
+    capability      what its device can do.
     rows            tokens in one call of prefill and of decode.
     resident        policies that arms have ready.
     free, budget    bytes that may still be taken, bytes that all packed weights may take; None: not known, no limit.
@@ -35,8 +37,7 @@ class Question:
 
     policy: Policy
     model: str
-    device: str
-    capability: tuple[int, int] | None
+    capability: Capability
     rows: tuple[int, int]
     resident: tuple[Policy, ...]
     free: int | None
@@ -62,8 +63,7 @@ def ask(policy: Policy, view: SessionView, budget: int | None) -> Question | str
     return Question(
         policy,
         view.model.path,
-        view.device.kind,
-        view.device.capability,
+        capability_of(view.device),
         (longest * batch, batch),
         tuple(arm.ready.policy for _, arm in sorted(view.arms.items()) if arm.ready is not None),
         free_bytes(view),
@@ -84,10 +84,8 @@ def free_bytes(view: SessionView) -> int | None:
 
 
 def answer(question: Question, shapes: Shapes) -> Forecast:
-    """Raises UsageError for a kernel table that cannot be read."""
-    table = load_kernels(question.device)
-    capability = Capability(question.device, (), question.capability)
-    where = (shapes, table, *question.rows, capability)
+    """Raises UsageError for a kernel table that cannot be read, UnfitError where the policy does not run there."""
+    where = (shapes, load_kernels(question.capability.kind), *question.rows, question.capability)
     new, packed = to_pack(question.policy, question.resident, *where)
     return Forecast(predict(question.policy, *where), new, packed)
 
@@ -175,7 +173,9 @@ class ForecastLines(Static):
     def _told(self, question: Question, found: Forecast | PdqError) -> None:
         if question != self._asked:
             return
-        if isinstance(found, PdqError):
+        if isinstance(found, UnfitError):
+            self.update(drawn(self.app, f"✗ {literal(found.message)}; {literal(found.hint or '')}"))
+        elif isinstance(found, PdqError):
             self.update(drawn(self.app, f"predicted bytes n/a: {literal(found.message)}"))
         else:
             self._found = (question, found)

@@ -6,16 +6,20 @@ Foreign text (model, device, policy names, errors) goes through ``literal`` and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final, Literal
 
 from rich.cells import cell_len
 
 from pdq_tui.core.metrics import format_bytes
-from pdq_tui.core.policy import Policy, Stage
+from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.host.view import ArmView, SessionView
 from pdq_tui.tui.lines import ASCII, Part, Row, fit, literal
 from pdq_tui.tui.rows import apart, clip, length
 
 _TABLE = str.maketrans(ASCII)
+
+Form = Literal["long", "short", "shortest"]
+_FORMS: Final[tuple[Form, ...]] = ("long", "short", "shortest")
 
 
 @dataclass(frozen=True)
@@ -128,44 +132,55 @@ def _arm_choice(view: SessionView) -> list[Part]:
 
 
 def policy_line(view: SessionView, width: int, look: Look) -> Row:
-    """Both arms' policies by stage, and what the second copy of weights costs."""
-    short = width < 110
-    room = width // 2
-    parts: list[Part] = []
-    for arm in ("A", "B"):
-        words = arm_words(view.arms.get(arm), look, short=short)
-        parts += [(f" {arm} ", arm.lower()), (fit(words, room - 3) if arm == "A" else words, "")]
-    return clip(parts, width)
+    """Both arms' policies by stage, what the second copy of weights costs, and which arm is the reference: in the
+    longest of three forms that fits."""
+    half = width // 2
+    words: list[str] = []
+    for form in _FORMS[width < 110 :]:
+        words = [arm_words(view.arms.get(arm), look, form, reference=arm == "B") for arm in ("A", "B")]
+        words[0] = words[0].ljust(min(half - 3, width - 6 - cell_len(words[1])))
+        if sum(map(cell_len, words)) + 6 <= width:
+            break
+    return clip(
+        [
+            part
+            for arm, text in zip("AB", words, strict=True)
+            for part in ((f" {arm} ", arm.lower()), (text, ""))
+        ],
+        width,
+    )
 
 
-def arm_words(arm: ArmView | None, look: Look, *, short: bool = False) -> str:
+def arm_words(arm: ArmView | None, look: Look, form: Form = "long", *, reference: bool = False) -> str:
+    """What the arm does in each stage and with the KV cache (left out of "shortest"), and its state."""
     policy = wanted_policy(arm)
     if arm is None or policy is None:
         return "no policy"
-    if short:
-        text = look.own(
-            f"{stage_word(policy, 'prefill')}/{stage_word(policy, 'decode')}/kv {policy.kv.label}"
-        )
+    stages = [stage_word(policy, stage) for stage in STAGES]
+    kv = f"kv {policy.kv.label}"
+    if form == "long":
+        text = " · ".join([*(f"{stage} {word}" for stage, word in zip(STAGES, stages, strict=True)), kv])
     else:
-        text = look.own(
-            f"prefill {stage_word(policy, 'prefill')} · decode {stage_word(policy, 'decode')} · kv {policy.kv.label}"
-        )
-    if policy.name.endswith("*"):
-        text += " *"
+        text = "/".join([*stages, kv] if form == "short" else stages)
+    text = look.own(text) + (" *" if policy.name.endswith("*") else "")
+    notes = _notes(arm, form == "long")
+    if reference:
+        notes.append("reference" if form == "long" else "base")
+    if not notes:
+        return text
+    return f"{text} ({', '.join(notes)})" if form == "long" else f"{text} {' '.join(notes)}"
+
+
+def _notes(arm: ArmView, long: bool) -> list[str]:
     if arm.refused:
-        return f"{text} (refused)"
+        return ["refused" if long else "(refused)"]
     if arm.pending:
-        return f"{text} (packing)" if not short else f"{text} (pack)"
+        return ["packing" if long else "(packing)"]
     extra = arm.ready.weights.extra_bytes if arm.ready else 0
-    if extra:
-        return (
-            f"{text} +{format_bytes(extra).replace(' ', '')}"
-            if short
-            else f"{text} (+{format_bytes(extra)} copy)"
-        )
-    if arm.arm == "B":
-        text += " base" if short else " (reference)"
-    return text
+    if not extra:
+        return []
+    size = f"+{format_bytes(extra)}"
+    return [f"{size} copy" if long else size.replace(" ", "")]
 
 
 def wanted_policy(arm: ArmView | None) -> Policy | None:

@@ -12,8 +12,8 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen, Screen
 
 from pdq_tui.core.metrics import METRICS, Metric
-from pdq_tui.tui.ask import BOX
-from pdq_tui.tui.lines import Line, LineList, drawn, fit, is_ascii, literal, wrapped
+from pdq_tui.tui.ask import BOX, FRAME, WIDTH
+from pdq_tui.tui.lines import Line, LineList, cells, drawn, fit, is_ascii, literal, wrapped
 from pdq_tui.tui.page import key_name
 
 #: Shown with every help: no mark is explained by its colour.
@@ -22,6 +22,7 @@ MARKS = (
     ("✗", "failed or refused"),
     ("!", "warning"),
     ("?", "unsure: neither better, worse nor the same can be said"),
+    ("@20", "decided at the look after 20 blocks, and still so; prov.: no look has decided yet"),
     ("▲ ▼", "the number is higher, lower than the reference; the word says whether that is better"),
     ("=", "same: the interval lies inside the threshold"),
     ("★", "reference, always the left column"),
@@ -30,10 +31,11 @@ MARKS = (
     ("*", "a policy changed but not written to a file"),
     ("n/a", "not available; the reason stands beside it or in 6 Log"),
 )
-
-
-#: Cells of the box, and what border, padding and scroll bar take of them.
-_WIDTH, _FRAME = 80, 5
+#: Cells of the scroll bar, and of the widest column of keys.
+_BAR, _COLUMN = 1, 21
+#: Actions that go from panel to panel; those that the library itself binds are said in our words.
+_FOCUS = ("focus_panel", "app.focus_next", "app.focus_previous")
+_LIBRARY_WORDS = {"app.focus_next": "next panel", "app.focus_previous": "panel before"}
 
 
 class HelpScreen(ModalScreen[None]):
@@ -41,11 +43,10 @@ class HelpScreen(ModalScreen[None]):
     by default the one below."""
 
     DEFAULT_CSS = (
-        # Opaque: tinting what lies below is most of the work of opening a dialog.
-        "HelpScreen { background: $background; &:ansi { background: ansi_default; }"
+        "HelpScreen {"
         + BOX
         + """
-        & > #box { width: 80; height: 90%; min-height: 3; }
+        & > #box { height: 90%; min-height: 3; }
         & LineList { height: 1fr; max-height: 100%; }
     }
     """
@@ -82,7 +83,7 @@ class HelpScreen(ModalScreen[None]):
     def _fill(self) -> None:
         """Lines for the window's width; known before anything is laid out, so that the first picture has them."""
         box = self.query_one(LineList)
-        width = max(20, min(_WIDTH, self.app.size.width) - _FRAME)
+        width = max(20, min(WIDTH, self.app.size.width) - FRAME - _BAR)
         if width == self._filled:
             return
         self._filled = width
@@ -110,25 +111,27 @@ def metric_lines(metric: Metric, width: int) -> list[Line]:
 
 def key_lines(screen: Screen[Any], width: int) -> list[Line]:
     """The keys of ``screen`` as they are bound now (a keymap may have moved them), then the app's own."""
-    groups: dict[str, dict[tuple[str, str], list[str]]] = {"THIS SCREEN": {}, "MOVING": {}, "EVERYWHERE": {}}
+    groups: dict[str, dict[str, list[str]]] = {"THIS SCREEN": {}, "MOVING": {}, "EVERYWHERE": {}}
     for key, active in screen.active_bindings.items():
         binding = active.binding
-        if not binding.id and key not in ("tab", "shift+tab"):
+        moves = binding.action.startswith(_FOCUS)
+        if not binding.id and not moves:
             continue  # the library's own, such as copying selected text with the mouse
-        if active.node is screen.app or active.node.app is active.node:
+        if active.node is screen.app:
             group = "EVERYWHERE"
         else:
-            group = "THIS SCREEN" if active.node is screen else "MOVING"
-        words = (literal(binding.description), literal(active.tooltip or ""))
-        if any(words):
-            groups[group].setdefault(words, []).append(key_name(binding.key_display or key))
+            group = "THIS SCREEN" if active.node is screen and not moves else "MOVING"
+        text = _LIBRARY_WORDS.get(binding.action) or active.tooltip or binding.description
+        if text:
+            groups[group].setdefault(literal(text), []).append(key_name(binding.key_display or key))
+    labels = {text: " ".join(sorted(names, key=len)) for g in groups.values() for text, names in g.items()}
+    column = min(max(map(cells, labels.values()), default=0) + 2, _COLUMN, width * 2 // 5)
     lines: list[Line] = []
     for group, entries in groups.items():
         if entries:
             lines.append(Line.of(group, "head"))
-            for (description, tooltip), keys in entries.items():
-                text = tooltip or description
-                lines += _row(" ".join(sorted(keys, key=len)), text, width, 12)
+            for text in entries:
+                lines += _row(labels[text], text, width, column)
             lines.append(Line.of(""))
     return lines
 

@@ -112,6 +112,29 @@ def wrapped(text: str, width: int) -> list[str]:
     return lines
 
 
+def paragraph(text: str, width: int, height: int, more: str = "…") -> str:
+    """``text`` in at most ``height`` lines of ``width`` cells; what is cut ends in ``more``."""
+    lines = wrapped(text, width)
+    if len(lines) <= height:
+        return "\n".join(lines)
+    last = lines[height - 1]
+    while cells(last + more) > width:
+        last = last[:-1]
+    return "\n".join([*lines[: height - 1], last.rstrip() + more])
+
+
+def keys_that_fit(pieces: Sequence[str], last: str, width: int, gap: str, more: str = "…") -> str:
+    """A line of keys in ``width`` cells: the first ``pieces``, ``more`` where others are left out, and always ``last``,
+    which tells of all of them."""
+    whole = gap.join((*pieces, last))
+    if cells(whole) <= width:
+        return whole
+    shown = list(pieces)
+    while shown and cells(f"{gap.join(shown)} {more} {last}") > width:
+        shown.pop()
+    return f"{gap.join(shown)} {more} {last}"
+
+
 def sentence(error: Exception) -> str:
     """An error as one line for a person: ours in its own words, the system's with the file it is about."""
     if isinstance(error, PdqError):
@@ -299,8 +322,19 @@ class LineList(ScrollView, can_focus=True):
         parts: Iterable[Part] = line.parts
         if self.with_cursor:
             parts = ((drawn(self.app, "▶ ") if here else "  ", ""), *line.parts)
-        segments = [Segment(text, self._style(under, role)) for text, role in parts if text]
-        return Strip(segments).crop_extend(scroll_x, scroll_x + width, under)
+        whole = Strip([Segment(text, self._style(under, role)) for text, role in parts if text])
+        return self._marked(whole, scroll_x, width, under)
+
+    @staticmethod
+    def _marked(whole: Strip, start: int, width: int, style: Style) -> Strip:
+        """The ``width`` cells of a line from ``start`` on; < and > stand where it goes on beyond them."""
+        shown = whole.crop_extend(start, start + width, style)
+        mark = Strip([Segment("<", style)]), Strip([Segment(">", style)])
+        if width > 2 and start and whole.crop(0, start).text.strip():
+            shown = Strip.join([mark[0], shown.crop(1, width)])
+        if width > 2 and whole.crop(start + width, None).text.strip():
+            shown = Strip.join([shown.crop(0, width - 1), mark[1]])
+        return shown
 
     def _style(self, base: Style, role: str) -> Style:
         return base + self.get_component_rich_style(f"list--{role}", partial=True) if role else base

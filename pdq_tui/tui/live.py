@@ -24,6 +24,7 @@ from pdq_tui.tui.copying import copy_text
 from pdq_tui.tui.heading import Display, Look
 from pdq_tui.tui.live_drawing import Drawing
 from pdq_tui.tui.rows import Rows
+from pdq_tui.tui.runnable import refusals
 
 if TYPE_CHECKING:
     from pdq_tui.tui.app import PdqApp
@@ -194,7 +195,12 @@ class LiveScreen(Screen[None]):
 
         question = f"arm {arm}: what {stage} does with the weights"
         self.app.push_screen(
-            Pick(question, modals.stage_choices(policy, stage), policy.stage(stage).format.label), chosen
+            Pick(
+                question,
+                modals.stage_choices(policy, stage, refusals(view)),
+                policy.stage(stage).format.label,
+            ),
+            chosen,
         )
 
     def action_kv(self) -> None:

@@ -7,6 +7,7 @@ from typing import Final
 from pdq_tui.core.formats import DEFAULT_GROUP, default_of, formats
 from pdq_tui.core.policy import Policy, Stage, StagePolicy, natural_storage
 from pdq_tui.tui.ask import Choice
+from pdq_tui.tui.runnable import Refusal
 
 #: Every format that p and d offer, by its label.
 STAGES_BY_LABEL: Final[dict[str, StagePolicy]] = {
@@ -18,8 +19,9 @@ STAGES_BY_LABEL: Final[dict[str, StagePolicy]] = {
 _NOTE_CHARACTERS: Final = 200
 
 
-def stage_choices(policy: Policy, stage: Stage) -> list[Choice]:
-    """The formats for ``stage`` of ``policy``, each with what it means for the bytes beside the other stage's."""
+def stage_choices(policy: Policy, stage: Stage, refusal: Refusal) -> list[Choice]:
+    """The formats for ``stage`` of ``policy``, each with what it means for the bytes beside the other stage's, or why it
+    does not run on this device."""
     other = policy.stage("decode" if stage == "prefill" else "prefill").format
     found = []
     for label, candidate in STAGES_BY_LABEL.items():
@@ -29,7 +31,7 @@ def stage_choices(policy: Policy, stage: Stage) -> list[Choice]:
             "shared": f"shares {other.label}'s bytes",
             "dual": f"second copy beside {other.label}",
         }[natural_storage(fmt, other)]
-        found.append(Choice(label, f"{fmt.note}; {storage}"))
+        found.append(Choice(label, f"{fmt.note}; {storage}", refusal(fmt)))
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rich.cells import cell_len
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -13,11 +12,20 @@ from textual.screen import Screen
 from textual.widgets import Input, Static
 
 from pdq_tui.tui import keys
-from pdq_tui.tui.lines import LineList, is_ascii, is_readonly, literal
+from pdq_tui.tui.lines import (
+    LineList,
+    drawn,
+    fit,
+    is_ascii,
+    is_readonly,
+    keys_that_fit,
+    literal,
+    paragraph,
+)
 
 
 class KeyLine(Static):
-    """The keys that work here, as many as fit; ``?`` shows all of them."""
+    """The keys that work here, as many as fit, and that there are more; ``?`` shows all of them."""
 
     DEFAULT_CSS = "KeyLine { height: 1; dock: bottom; background: $panel; color: $text-muted; padding: 0 1; }"
 
@@ -32,28 +40,25 @@ class KeyLine(Static):
         self._redraw()
 
     def _redraw(self) -> None:
-        seen, pieces = set(), []
+        seen: set[str] = set()
+        words: dict[str, list[str]] = {}
         # the screen's own keys first, then what every page has, then the app's
         for key, active in sorted(
             self.screen.active_bindings.items(),
             key=lambda item: (item[1].node is self.app, (item[1].binding.id or "").startswith("page.")),
         ):
             binding = active.binding
-            word = (binding.action, binding.description)
-            if binding.show and binding.description and word not in seen:
-                seen.add(word)
-                pieces.append(f"{key_name(binding.key_display or key)} {binding.description}")
-        if not any(piece.startswith("? ") for piece in pieces):
-            pieces.append("? Help")
-        width, shown = self.size.width - 2, ""
-        for piece in pieces:
-            longer = f"{shown}  {piece}" if shown else piece
-            if cell_len(longer) > width:
-                break
-            shown = longer
-        self.update(shown)
+            if binding.show and binding.description and binding.action not in seen:
+                seen.add(binding.action)
+                # Two directions of one thing are one word with both keys.
+                words.setdefault(binding.description, []).append(key_name(binding.key_display or key))
+        last = "/".join(words.pop(_HELP, ["?"])) + f" {_HELP}"
+        pieces = [f"{'/'.join(names)} {word}" for word, names in words.items()]
+        self.update(keys_that_fit(pieces, last, self.size.width, "  ", drawn(self.app, "…")))
 
 
+#: What the key of the help is called in the key line.
+_HELP = "Help"
 _KEY_NAMES = {
     "question_mark": "?", "slash": "/", "colon": ":", "asterisk": "*", "left_square_bracket": "[",
     "right_square_bracket": "]", "escape": "esc", "space": "space", "ctrl+q": "ctrl+q", "delete": "del",
@@ -63,6 +68,10 @@ _KEY_NAMES = {
 def key_name(key: str) -> str:
     """A key as printed on the keyboard: Textual's ``left_square_bracket`` is ``[``."""
     return _KEY_NAMES.get(key, key)
+
+
+#: Lines of the sentence about what was just done.
+_SAID_LINES = 3
 
 
 class Page(Screen[None]):
@@ -100,6 +109,8 @@ class Page(Screen[None]):
         Binding("escape", "escape", "Back", id="page.back", tooltip="clear the filter", show=False),
     ]
     TITLE_WORD = ""
+    said = ""
+    _title = ""
 
     def compose(self) -> ComposeResult:
         yield Static(id="title", markup=False)
@@ -128,6 +139,7 @@ class Page(Screen[None]):
         self.query_one("#too-small", Static).update(
             f"window too small: {event.size.width}x{event.size.height}, needs 60x20. The run goes on."
         )
+        self._show_words()
         self.resized()
 
     def resized(self) -> None:
@@ -135,15 +147,20 @@ class Page(Screen[None]):
 
     def set_title(self, text: str) -> None:
         mark = "   read-only" if is_readonly(self.app) else ""
-        self.query_one("#title", Static).update(literal(f"pdq  {self.TITLE_WORD}{mark}   {text}"))
+        self._title = literal(f"pdq  {self.TITLE_WORD}{mark}   {text}")
+        self._show_words()
 
     def say(self, text: str) -> None:
         """A sentence about what was just done or could not be done; stays until the next."""
-        self.query_one("#said", Static).update(literal(text))
+        self.said = literal(text)
+        self._show_words()
 
-    @property
-    def said(self) -> str:
-        return str(self.query_one("#said", Static).content)
+    def _show_words(self) -> None:
+        """Title and sentence at the window's width: what does not fit is seen to be cut."""
+        width = max(1, self.app.size.width - 2)
+        self.query_one("#title", Static).update(fit(self._title, width).rstrip())
+        text = paragraph(self.said, width, _SAID_LINES, drawn(self.app, "…")) if self.said else ""
+        self.query_one("#said", Static).update(text)
 
     # -- filter
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from pdq_tui.core.metrics import METRICS
+from collections.abc import Sequence
+
+from pdq_tui.core.metrics import METRICS, counted
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.stats import Ratio, Summary
 from pdq_tui.host.view import ArmView, SessionView
 from pdq_tui.tui.device_panel import device_rows, device_title
 from pdq_tui.tui.heading import Display, Look, header, policy_line, stage_word, wanted_policy
 from pdq_tui.tui.lines import Part, Row
-from pdq_tui.tui.rows import cell, clip, row
+from pdq_tui.tui.rows import cell, clip, length, row
 
 _WORD_ROLE = {"better": "good", "worse": "bad", "same": "", "unsure": "dim"}
 
@@ -82,14 +84,16 @@ def _policy_row(view: SessionView, stage: Stage, width: int, look: Look) -> Row:
     wanted = wanted_policy(arm)
     # What is shown below is of the policy that runs; the one that was asked for comes with its first request.
     running = arm.ready.policy if arm is not None and arm.ready is not None else wanted
-    parts: list[Part] = [
-        cell(" policy", 9, "head"),
-        (f"{view.active} ", view.active.lower()),
-        cell(_policy_name(running, stage), 10),
-    ]
+    name = _policy_name(running, stage)
     if wanted is not None and running is not None and wanted.digest != running.digest:
-        return clip([*parts, (look.own(f"→ {_policy_name(wanted, stage)} next"), "warn")], width)
-    return clip([*parts, *_kernel_parts(arm, stage, look)], width)
+        tails: Sequence[Part] = [(look.own(f"→ {_policy_name(wanted, stage)} next"), "warn")]
+    else:
+        tails = _kernel_words(arm, stage, look)
+    letter = (f"{view.active} ", view.active.lower())
+    # The kernel's whole name is worth more than the words before it.
+    forms = [row(cell(" policy", 9, "head"), letter, cell(name, 10), tail) for tail in tails]
+    forms.append(row(" ", letter, f"{name}  ", tails[-1]))
+    return next((form for form in forms if length(form) <= width), clip(forms[-1], width))
 
 
 def _policy_name(policy: Policy | None, stage: Stage) -> str:
@@ -98,7 +102,8 @@ def _policy_name(policy: Policy | None, stage: Stage) -> str:
     return stage_word(policy, stage) + ("*" if policy.name.endswith("*") else "")
 
 
-def _kernel_parts(arm: ArmView | None, stage: Stage, look: Look) -> list[Part]:
+def _kernel_words(arm: ArmView | None, stage: Stage, look: Look) -> Sequence[Part]:
+    """The kernel of most of the stage's layers, or what is wrong; the longest way to say it first."""
     if arm is None or arm.ready is None:
         return [("no kernels yet", "dim")]
     fallbacks = [f for f in arm.ready.fallbacks if f.stage == stage]
@@ -108,8 +113,8 @@ def _kernel_parts(arm: ArmView | None, stage: Stage, look: Look) -> list[Part]:
     coverage = arm.ready.coverage.get(stage)
     if coverage is None or not coverage.kernels:
         return [("kernels n/a", "dim")]
-    name = max(coverage.kernels, key=lambda k: coverage.kernels[k])
-    return [(look.own("kernels ✓ ") + look.foreign(name), "")]
+    name = look.foreign(max(coverage.kernels, key=lambda k: coverage.kernels[k]))
+    return [(look.own(f"{word}✓ ") + name, "") for word in ("kernels ", "")]
 
 
 def _stat(view: SessionView, arm: str, metric: str) -> Summary | None:
@@ -176,16 +181,24 @@ def _judgement(ratio: Ratio | None, width: int) -> Part:
     if ratio is None:
         return cell("", width)
     return cell(
-        judgement_word(ratio), width, "dim" if ratio.provisional else _WORD_ROLE.get(ratio.judgement, "")
+        judgement_word(ratio, width),
+        width,
+        "dim" if ratio.provisional else _WORD_ROLE.get(ratio.judgement, ""),
     )
 
 
-def judgement_word(ratio: Ratio | None) -> str:
+def judgement_word(ratio: Ratio | None, room: int) -> str:
+    """The word with the number of blocks that decided it, or that none has been decided yet: in ``room`` cells."""
     if ratio is None:
         return ""
+    blocks = counted(ratio.blocks, "block")
     if ratio.provisional:
-        return f"prov. {ratio.blocks}bl"
-    return ratio.judgement
+        forms = [f"not decided at {blocks}", f"prov. {ratio.blocks}bl"]
+    elif ratio.decided_at is not None:
+        forms = [f"{ratio.judgement} at {ratio.decided_at} blocks", f"{ratio.judgement}@{ratio.decided_at}"]
+    else:
+        forms = [f"{ratio.judgement} at {blocks}", ratio.judgement]
+    return next((form for form in forms if len(form) <= room), forms[-1])
 
 
 def both_rows(view: SessionView, width: int, look: Look, *, readonly: bool = False) -> list[Row]:
@@ -200,7 +213,7 @@ def both_rows(view: SessionView, width: int, look: Look, *, readonly: bool = Fal
                 cell(f" {METRICS[metric].short} ms", 11, "head"),
                 *(_with_spread(view, arm, metric, look) for arm in ("A", "B")),
                 *_ratio_parts(ratio, 8, look, readonly),
-                (judgement_word(ratio), role),
+                (judgement_word(ratio, width - 47), role),
             )
         )
     if wide:

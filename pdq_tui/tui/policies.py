@@ -25,6 +25,7 @@ from pdq_tui.tui.lines import Line, LineList, drawn, is_readonly, literal, sente
 from pdq_tui.tui.page import Page
 from pdq_tui.tui.policy_drafts import Drafts
 from pdq_tui.tui.policy_editor import PolicyEditor, question
+from pdq_tui.tui.runnable import Refusal, refusals
 
 
 def write_policy(policy: Policy, path: Path, over: bool) -> None:
@@ -162,6 +163,9 @@ class PoliciesScreen(Page):
         self._editor.show(self.draft, reason)
         self._editor.foresee(self.draft, self._session().view(1.0))
 
+    def _refusals(self) -> Refusal:
+        return refusals(self._session().view(1.0))
+
     def _put(self, policy: Policy, said: str = "") -> None:
         name = self.chosen
         if name is None or not self.drafts.put(name, policy):
@@ -181,7 +185,7 @@ class PoliciesScreen(Page):
         draft, field = self.draft, self._editor.field
         if draft is None or field is None or field.typed:
             return
-        value = policy_edit.stepped(draft, field, step)
+        value = policy_edit.stepped(draft, field, step, self._refusals())
         if value is None:
             self.say(f"{field.label}: {policy_edit.note_of(draft, field) or 'there is no other value'}")
         else:
@@ -199,7 +203,7 @@ class PoliciesScreen(Page):
             if value is not None:
                 self._put(*policy_edit.changed(draft, field, value))
 
-        self.app.push_screen(question(draft, field), answered)
+        self.app.push_screen(question(draft, field, self._refusals()), answered)
 
     def on_line_list_chosen(self, event: LineList.Chosen) -> None:
         if event.lines.id == "edit":

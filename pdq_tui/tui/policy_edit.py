@@ -10,7 +10,6 @@ from pdq_tui.core.formats import (
     ACTIVATIONS,
     GROUP_SIZES,
     KINDS,
-    LATER_WEIGHTS,
     Format,
     default_of,
     of_label,
@@ -33,6 +32,7 @@ from pdq_tui.core.policy import (
 from pdq_tui.errors import PdqError, UsageError
 from pdq_tui.tui import kv_edit
 from pdq_tui.tui.ask import Choice
+from pdq_tui.tui.runnable import Refusal
 
 _NOT_HERE = "not in this version"
 
@@ -99,8 +99,8 @@ def note_of(policy: Policy, field: Field) -> str:
     return ""
 
 
-def choices(policy: Policy, field: Field) -> list[Choice]:
-    """Every value of a chosen field, those refused here with the reason."""
+def choices(policy: Policy, field: Field, refusal: Refusal) -> list[Choice]:
+    """Every value of a chosen field, those that are not legal or do not run on this device with the reason."""
     if field.kv is not None:
         return kv_edit.choices(policy.kv, field.kv)
     if field.id in ("on_fallback", "on_misfit"):
@@ -108,22 +108,19 @@ def choices(policy: Policy, field: Field) -> list[Choice]:
     assert field.stage is not None
     fmt = policy.stage(field.stage).format
     if field.id.endswith("weights"):
-        return [
-            *(Choice(name, kind.note) for name, kind in KINDS.items()),
-            *(Choice(name, refused=_NOT_HERE) for name in LATER_WEIGHTS),
-        ]
+        return [Choice(name, kind.note, refusal(default_of(name))) for name, kind in KINDS.items()]
     if field.id.endswith("activations"):
         pairs = [msgspec.structs.replace(fmt, activations=a) for a in ACTIVATIONS]
-        return [Choice(p.activations, _activations_note(p), _refusal(p)) for p in pairs]
+        return [Choice(p.activations, _activations_note(p), _illegal(p) or refusal(p)) for p in pairs]
     sizes = [msgspec.structs.replace(fmt, group_size=g) for g in GROUP_SIZES]
-    return [Choice(str(f.group_size), "columns that share one scale", _refusal(f)) for f in sizes]
+    return [Choice(str(f.group_size), "columns that share one scale", _illegal(f)) for f in sizes]
 
 
 def _activations_note(fmt: Format) -> str:
     return "activations in the model's dtype" if fmt.activations == "model" else fmt.note
 
 
-def _refusal(fmt: Format) -> str | None:
+def _illegal(fmt: Format) -> str | None:
     """Why this is no legal format, None where it is."""
     wrong = wrong_format(fmt)
     return wrong[1] if wrong else None
@@ -172,9 +169,9 @@ def _stage_policy(fmt: Format) -> StagePolicy:
     return StagePolicy(fmt.weights, fmt.activations, fmt.group_size)
 
 
-def stepped(policy: Policy, field: Field, step: int) -> str | None:
+def stepped(policy: Policy, field: Field, step: int, refusal: Refusal) -> str | None:
     """The next (or previous) legal value of a chosen field, None where there is no other."""
-    legal = [c.value for c in choices(policy, field) if c.refused is None]
+    legal = [c.value for c in choices(policy, field, refusal) if c.refused is None]
     now = value_of(policy, field)
     if now not in legal or len(legal) < 2:
         return None

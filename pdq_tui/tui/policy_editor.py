@@ -14,6 +14,7 @@ from pdq_tui.tui import policy_edit, policy_lines
 from pdq_tui.tui.ask import Pick, Write
 from pdq_tui.tui.forecast import ForecastLines
 from pdq_tui.tui.lines import Line, LineList, drawn, literal, wrapped
+from pdq_tui.tui.runnable import Refusal
 
 
 class PolicyEditor(Vertical):
@@ -57,12 +58,12 @@ class PolicyEditor(Vertical):
         self.query_one("#forecast", ForecastLines).about(draft if valid else None, view, budget)
 
 
-def question(draft: Policy, field: policy_edit.Field) -> Pick | Write:
-    """The dialog that asks for another value of ``field``."""
+def question(draft: Policy, field: policy_edit.Field, refusal: Refusal) -> Pick | Write:
+    """The dialog that asks for another value of ``field``; ``refusal``: why a format does not run here."""
     where = f"{field.stage} " if field.stage else ""
     value = policy_edit.value_of(draft, field)
     if not field.typed:
-        return Pick(f"{where}{field.label}", policy_edit.choices(draft, field), value)
+        return Pick(f"{where}{field.label}", policy_edit.choices(draft, field, refusal), value)
     hint = "  (patterns = format; … @prefill or @decode)" if field.id == "keep" else ""
     return Write(f"{where}{field.label}{hint}", value, lambda text: _wrong(draft, field, text))
 

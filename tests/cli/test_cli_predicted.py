@@ -240,3 +240,28 @@ def test_I06_damaged_files_are_named(tmp_path: Path, damage: str, sentence: str)
     with pytest.raises(UsageError) as caught:
         read_shapes(folder)
     assert sentence in caught.value.message
+
+
+def test_a_policy_that_nothing_here_runs_is_told_with_the_way_out(
+    pdq: Pdq, tiny_model: Path, tmp_path: Path
+) -> None:
+    """By ``policies check``, which shows the others, and by ``run``, once."""
+    stage = 'weights = "fp8"\nactivations = "fp8"\n'
+    file = tmp_path / "tensor-cores.toml"
+    file.write_text(f'schema = 1\nname = "tensor-cores"\n[prefill]\n{stage}[decode]\n{stage}')
+    sentence = "w8a8-fp8 in prefill does not run on {}: w8a8-fp8-scaled_mm needs a GPU of compute capability 8.9 or later"
+    way_out = "choose another format for this stage; pdq-tui doctor lists what runs here"
+
+    checked = pdq("policies", "check", "int8", str(file), "--model", str(tiny_model))
+    assert checked.returncode == 4 and "int8" in checked.stdout
+    assert f"tensor-cores: {sentence.format('cpu')}" in checked.stderr and way_out in checked.stderr
+    as_json = pdq("policies", "check", "int8", str(file), "--model", str(tiny_model), "--json")
+    good, bad = json.loads(as_json.stdout)
+    assert good["policy"] == "int8" and "unfit" not in good
+    assert bad["policy"] == "tensor-cores" and sentence.format("cpu") in bad["unfit"]
+
+    words = ("--in", "8", "--out", "2", "--blocks", "1", "--min-seconds", "0", "--device", "cpu")
+    done = pdq("run", str(tiny_model), "-p", str(file), *words)
+    assert done.returncode == 4 and done.stdout == ""
+    assert f"policy tensor-cores refused: {sentence.format('this device')}" in done.stderr
+    assert (done.stderr.count("does not run on"), done.stderr.count(way_out)) == (1, 1)

@@ -98,6 +98,8 @@ def test_compare_and_report_from_what_a_run_left(measured: Measured, tmp_path: P
     assert [Path(line).name for line in done.stdout.split()] == [
         "report.md", "report.json", "report.csv", "report.parquet",
     ]  # fmt: skip
+    one = measured.pdq("report", ids[0], "-f", "csv", "--dir", str(tmp_path / "one"))
+    assert [Path(line).name for line in one.stdout.split()] == ["report.csv"]
     again = measured.pdq("report", *ids, "--dir", str(tmp_path))
     assert (again.returncode, again.stdout) == (1, "")
     assert "--force" in again.stderr

@@ -7,6 +7,7 @@ from statistics import median
 
 import pytest
 import torch
+import transformers as hf
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pdq_tui.core.catalog import find_policy
@@ -16,7 +17,7 @@ from pdq_tui.core.predict import predict
 from pdq_tui.core.shapes import read_shapes
 from pdq_tui.engine.staged import StagedArm, StagedModel
 from pdq_tui.errors import UnfitError
-from tests.engine.conftest import DictMasters
+from tests.engine.conftest import VOCAB, DictMasters
 from tests.engine.families import EXPERTS, FAMILIES, SLIDING, rounded, save_family
 from tests.engine.test_model_staged import Cpu, ids_of, run
 
@@ -154,6 +155,35 @@ def test_sliding_layers_forget_and_are_counted_as_they_read(name, family) -> Non
 def test_attention_that_an_implementation_leaves_out_is_refused(family) -> None:
     with pytest.raises(UnfitError, match="sdpa leaves out"):
         staged_of(family("gemma2"), attention_name="sdpa")
+
+
+def test_attention_that_is_the_models_own_is_refused_unless_it_runs_itself(tmp_path) -> None:
+    """Bloom adds a bias by distance that no other attention knows of."""
+    config = hf.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=VOCAB)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnfitError, match="attention of its own"):
+        staged_of(tmp_path)
+    ids = ids_of(1, PROMPT)
+    tokens, logits = run(arm_of(staged_of(tmp_path, attention_name="eager"), "bf16"), ids, NEW)
+    torch.testing.assert_close(logits, forward(load(tmp_path), ids, tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_a_linear_layer_that_does_more_than_multiply_is_left_and_told(family) -> None:
+    class Choosing(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).relu()
+
+    model, ids = load(family("llama")), ids_of(1, PROMPT)
+    old = model.model.layers[0].mlp.up_proj
+    new = model.model.layers[0].mlp.up_proj = Choosing(64, 128, bias=False).requires_grad_(False)
+    new.weight = old.weight
+    staged = StagedModel(model, DictMasters(model), Cpu(), budget_bytes=None, kernels=load_kernels("cpu"))
+    arm = arm_of(staged, "bf16")
+    assert [(left.module, left.parameters) for left in arm.coverage["decode"].left] == [
+        ("model.layers.0.mlp.up_proj.weight", 128 * 64)
+    ]
+    tokens, logits = run(arm, ids, NEW)
+    torch.testing.assert_close(logits, forward(model, ids, tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_a_layer_that_slides_by_config_but_does_not_say_so_is_refused(family) -> None:

@@ -12,7 +12,7 @@ from pdq_tui.engine.formats.packed import Packed, Spec
 from pdq_tui.engine.formats.unpack import Scratch, int4_cpu_transposed
 
 CPU = torch.device("cpu")
-CPU_OPS = [op for op in OPS if op != "int4-tinygemm" and not op.startswith("native-")]
+CPU_OPS = [op for op in LINEARS if op != "int4-tinygemm"]
 
 
 def spec_for(op: str, N: int, K: int, dtype: torch.dtype, group: int = 32, k: int | None = None) -> Spec:

@@ -6,7 +6,7 @@ from pdq_tui.core.formats import Format
 from pdq_tui.core.kernels import OPS, Candidate, Capability, load_kernels, parse_kernels
 from pdq_tui.core.roofline import Op, StageCost, linear, merged
 from pdq_tui.engine import kernels
-from pdq_tui.engine.formats.native import OPS as BUILT
+from pdq_tui.engine.formats.ops import OPS as BUILT
 from pdq_tui.engine.probe import probe_in_child
 from pdq_tui.errors import UsageError
 
@@ -87,11 +87,12 @@ def test_limits_exclude_and_say_why() -> None:
     assert choice.passed_over == ("int8pack", "int8pack needs in_features divisible by 16, not 72")
     assert cpu.layouts(Format("int4", "model", 64), 72, 128, "bf16", AVX2) == ["int4-plain"]
     assert cpu.layouts(Format("int4", "model", 64), 80, 128, "bf16", AVX2) == ["int4-cpu", "int4-plain"]
-    broken = cpu.choose(Format("int8"), 64, 64, 1, "bf16", AVX2, broken=["int8pack"])
-    assert broken.passed_over is not None and "probe" in broken.passed_over[1]
+    broken = cpu.choose(Format("int8"), 64, 64, 1, "bf16", AVX2, broken={"int8pack": "it sat down"})
+    assert broken.passed_over is not None
+    assert broken.passed_over[1] == "int8pack failed its probe on this device: it sat down"
     old = cuda.choose(Format("int8", "int8"), 64, 64, 1, "bf16", Capability("cuda", (), (7, 5)))
     assert old.candidate is not None and old.candidate.op == "w8a8-float32"
-    assert any("8.0, this device has 7.5" in reason for reason in old.reasons)
+    assert any("8.0 or later, this device has 7.5" in reason for reason in old.reasons)
     assert cuda.choose(Format("int4", "model", 64), 64, 128, 1, "bf16", SM90).candidate.op == "int4-tinygemm"
 
 
@@ -109,27 +110,32 @@ def test_roofline_by_hand() -> None:
 def test_a_kernel_that_ends_the_process_is_found_in_a_child(monkeypatch, tmp_path) -> None:
     calls: list[int] = []
 
-    def child(jobs: list[dict[str, object]], poll: object) -> list[bool]:
+    def child(jobs: list[dict[str, object]], poll: object) -> list[str | None]:
         calls.append(len(jobs))
-        return [] if jobs[0]["op"] == "int8pack" else [True] * len(jobs)
+        return [] if jobs[0]["op"] == "int8pack" else [None, "off by 3"][: len(jobs)]
 
     monkeypatch.setattr(kernels, "probe_in_child", child)
     bad = Candidate("int8pack", "int8pack", "int8", "int8", probe=True)
     good = Candidate("w8a8-int8pack", "w8a8-int8pack", "int8", "int8", activations="int8", probe=True)
     file = tmp_path / "probes.json"
-    wanted = [(bad, "bf16", 64, 64), (good, "bf16", 64, 64), (good, "bf16", 128, 1024)]
+    wanted = [
+        (bad, "bf16", 64, 64),
+        (good, "bf16", 64, 64),
+        (good, "bf16", 130, 1024),
+        (good, "bf16", 128, 1024),
+    ]
     result = kernels.Prober(file).broken(wanted)
     assert result == {
-        ("int8pack", "bf16", 64, 64): True,
-        ("w8a8-int8pack", "bf16", 64, 64): False,
-        ("w8a8-int8pack", "bf16", 128, 1024): False,
+        ("int8pack", "bf16", 64, 64): "it ended the process",
+        ("w8a8-int8pack", "bf16", 130, 1024): "off by 3",
     }
-    assert calls == [2, 1]
+    assert calls == [3, 2], "one for each kind of shape"
     assert kernels.Prober(file).broken(wanted) == result
-    assert calls == [2, 1], "remembered on disk"
+    assert calls == [3, 2], "remembered on disk"
 
 
 def test_the_real_child_runs_the_real_kernel() -> None:
     job = {"op": "int8pack", "layout": "int8", "weights": "int8", "activations": "model", "group_size": 0,
-           "dtype": "bf16", "N": 128, "K": 128, "native": ""}  # fmt: skip
-    assert probe_in_child([job], lambda: None) == [True]
+           "dtype": "bf16", "N": 128, "K": 128, "device": "cpu", "native": ""}  # fmt: skip
+    told = probe_in_child([job, job | {"layout": "int9"}, job | {"op": "nothing"}], lambda: None)
+    assert told == [None, None, "'nothing'"]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +18,18 @@ from hypothesis import strategies as st
 
 from pdq_tui.core.formats import Format
 from pdq_tui.core.kernels import Capability, load_kernels
+from pdq_tui.core.policy import Policy
 from pdq_tui.engine import native
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.device import open_device
 from pdq_tui.engine.formats.linears import quantize_rows
-from pdq_tui.engine.formats.native import OPS
+from pdq_tui.engine.formats.ops import OPS
 from pdq_tui.engine.formats.pack import pack
 from pdq_tui.engine.formats.packed import Packed, Spec
 from pdq_tui.engine.formats.rows import nibbles_by_rows
 from pdq_tui.engine.formats.unpack import Scratch
 from pdq_tui.engine.kernels import capability
+from pdq_tui.engine.plan import Planner, take_census
 
 CPU = torch.device("cpu")
 #: One rounding of the result to bf16 is 2^-9 at most; whole numbers of 16 bits add nothing that shows.
@@ -76,7 +81,7 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted).norm() / wanted.norm())
 
 
-ROWS = (1, 2, 3, 4, 5, 8, 9, 14, 64)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 23, 64)
 SHAPES = ((48, 64), (33, 192), (130, 576), (17, 1536))
 
 
@@ -145,6 +150,22 @@ def test_N01_what_is_not_finite_shows_in_its_row_and_only_there(op: str, bad: fl
     assert torch.isfinite(out[1:]).all()
 
 
+def test_narrow_vectors_multiply_the_same_where_wide_ones_are_built(tmp_path: Path) -> None:
+    """A machine with AVX-512 builds other code: what a machine without it runs is built and tried here as well."""
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        pytest.skip("this machine builds the narrow ones anyway")
+    wrapper = tmp_path / "g++"
+    wrapper.write_text(f'#!/bin/sh\nexec {native.compiler()} "$@" -mno-avx512f\n')
+    wrapper.chmod(0o755)
+    own = "multiplies_what_is_stored or exact_in_float32 or leaves_other or N01 or zeros_give"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", own, __file__]
+    done = subprocess.run(
+        command, env={**os.environ, "CXX": str(wrapper)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert done.stdout.count(".") > len(ROWS) * len(SHAPES), done.stdout[-2000:]
+
+
 def test_rows_of_zeros_give_zeros() -> None:
     for op, fmt, layout in (
         ("native-int8", Format("int8"), "int8"),
@@ -192,7 +213,8 @@ def test_the_tables_choose_them_only_where_they_are_loaded(monkeypatch: pytest.M
 
     assert best("avx2", "native") == "native-int4"
     assert best("avx2") == "int4pack"
-    assert best("avx2", "avx512", "bf16", "native") != "native-int4"
+    assert best("avx2", "avx512", "bf16", "vnni", "native") == "native-int4"
+    assert best("avx2", "avx512", "bf16", "vnni", "amx", "native") == "int4pack", "tiles multiply many rows"
     device = open_device("cpu")
     assert "native" in capability(device).features
     monkeypatch.setattr(native._State, "path", None)
@@ -262,5 +284,23 @@ def test_every_native_candidate_passes_its_probe_in_a_child(library: Path, tmp_p
     ours = [c for c in load_kernels("cpu").candidates if c.op.startswith("native")]
     assert {c.op for c in ours} == {op for op in OPS if op.startswith("native")}
     wanted = [(c, "bf16", 576, 1536) for c in ours]
-    broken = Prober(tmp_path / "probes.json").broken(wanted)
-    assert broken == {(c.name, "bf16", 576, 1536): False for c in ours}
+    assert Prober(tmp_path / "probes.json").broken(wanted) == {}
+    tried = json.loads((tmp_path / "probes.json").read_text())["results"]
+    assert [(name, why) for name, *_, why in tried] == sorted((c.name, None) for c in ours)
+
+
+def test_a_dense_kernel_that_fails_its_probe_is_passed_over(load_tiny, tiny_llama_bf16) -> None:
+    model, _ = load_tiny(tiny_llama_bf16)
+    able = Capability("cpu", ("avx2", "native"))
+    asked: list[str] = []
+
+    def broken(wanted, *_):
+        asked.extend(c.name for c, *_ in wanted)
+        return {(c.name, dtype, N, K): "it hangs" for c, dtype, N, K in wanted}
+
+    planner = Planner(take_census(model), torch.bfloat16, load_kernels("cpu"), able, broken)
+    placements = planner.placements(Policy("bf16"), "decode", 1, 1)
+    assert set(asked) == {"native-dense"}
+    assert {(p.candidate.name, p.fallback) for p in placements} == {
+        ("linear", "native-dense failed its probe on this device: it hangs")
+    }

@@ -103,7 +103,7 @@ def test_what_was_found_before_a_cancel_stays_known(tmp_path: Path, monkeypatch:
 
     calls: list[int] = []
 
-    def child(jobs: list[object], poll: object) -> list[bool]:
+    def child(jobs: list[object], poll: object) -> list[str | None]:
         calls.append(len(jobs))
         if len(calls) == 2:
             raise Cancelled
@@ -113,10 +113,9 @@ def test_what_was_found_before_a_cancel_stays_known(tmp_path: Path, monkeypatch:
     two = [*WANTED, (WANTED[0][0], "fp32", 128, 128)]
     with pytest.raises(Cancelled):
         Prober(tmp_path / "known.json").broken(two)
-    monkeypatch.setattr(kernels, "probe_in_child", lambda jobs, poll: [True] * len(jobs))
+    monkeypatch.setattr(kernels, "probe_in_child", lambda jobs, poll: [None] * len(jobs))
     assert Prober(tmp_path / "known.json").broken(two) == {
-        ("int8pack", "bf16", 128, 128): True,
-        ("int8pack", "fp32", 128, 128): False,
+        ("int8pack", "bf16", 128, 128): "it ended the process",
     }
 
 

@@ -363,3 +363,10 @@ def test_S05_f_a_load_that_waits_for_imports_is_cancelled_at_once() -> None:
     left = [taken for taken in (inbox.next(), inbox.next()) if taken is not None]
     assert [type(command) for _, command in left] == [p.SetWorkload, p.Load]
     assert len(said) == 1
+
+
+def test_a_primitive_that_cannot_be_made_is_memory_only_where_little_is_free() -> None:
+    from pdq_tui.engine.faults import kind_of
+
+    error = RuntimeError("could not create a primitive")
+    assert [kind_of(error, free) for free in (1 << 20, 1 << 30, None)] == ["oom", "internal", "internal"]

@@ -28,8 +28,11 @@ def limited(before: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **more: Any) -> Any:
         from pdq_tui.engine.memory import status_bytes
 
-        limit = (status_bytes("VmSize") or 0) + int(os.environ["LIMIT_ROOM"])
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        if (
+            resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+        ):  # once: later calls stay under it
+            limit = (status_bytes("VmSize") or 0) + int(os.environ["LIMIT_ROOM"])
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         return before(*arguments, **more)
 
     return call

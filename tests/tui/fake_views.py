@@ -52,6 +52,7 @@ def ratio(metric: str, value: float | None, word: str, *, provisional: bool = Fa
     return Ratio(
         reference="B", arm="A", metric=metric, ratio=value, ci95=ci, judgement=word,
         blocks=12, threshold=0.01, noise_floor=0.004, provisional=provisional,
+        decided_at=None if provisional or word == "unsure" else 10,
     )  # fmt: skip
 
 

@@ -82,7 +82,8 @@ async def test_keys_p_d_pick_a_format_for_the_active_arm(
     async with app.run_test(size=SIZE) as pilot:
         await pilot.press(key)
         assert isinstance(app.screen, Pick)
-        await pilot.press("j", "enter")
+        app.screen.query_one(LineList).move_to("int8")
+        await pilot.press("enter")
         await pilot.pause()
         assert isinstance(app.screen, LiveScreen)
         name, arm, policy = session.calls[-1]

@@ -302,6 +302,47 @@ def test_compare_picture(
     assert snap_compare(app, terminal_size=size, run_before=ready)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 36)])
+@pytest.mark.parametrize("plain", [False, True])
+async def test_what_does_not_fit_is_seen_to_be_cut(
+    size: tuple[int, int], plain: bool, tmp_path: Path
+) -> None:
+    """The keys of the table first; keys, set-up, title and picker end in a mark where they go on."""
+    save_all(tmp_path, note="a note that is longer than any window has cells for it, and longer still " * 2)
+    more = "..." if plain else "…"
+    app = SmallApp(CompareScreen, tmp_path, plain=plain)
+    async with app.run_test(size=size) as pilot:
+        screen = await in_table(app, pilot)
+        lines = text_of(app).split("\n")
+        for key in ("space Pick", "* Reference", "D Diff only", "H Hidden"):
+            assert key in lines[-1]
+        assert lines[-1].rstrip().endswith("? Help" if size[0] == 120 else f"{more} ? Help")
+        picker = [line for line in lines if "0f3a/00" in line]
+        assert len(picker) == 2 and all(line[-2] == ">" for line in picker)
+        if size[0] == 60:
+            before = next(i for i, line in enumerate(lines) if "same setup?" in line)
+            assert lines[before + 2].rstrip().endswith(more)
+        # What the mark promises is there.
+        screen.query_one("#snapshots", LineList).focus()
+        for _ in range(300):
+            screen.query_one("#snapshots", LineList).action_scroll_right()
+        await settle(pilot)
+        there = [line for line in text_of(app).split("\n") if "and longer still" in line]
+        assert len(there) == 2 and all(line[1] == "<" and line[-2] != ">" for line in there)
+        await pilot.press("tab", "D", "enter")
+        await settle(pilot)
+        assert isinstance(app.screen, RowDetail)
+        assert "memory method" in " ".join(line.text for line in app.screen.query_one(LineList).lines)
+
+
+async def test_the_table_says_that_it_shows_differences_only(app: SmallApp) -> None:
+    async with app.run_test(size=(60, 20)) as pilot:
+        await in_table(app, pilot)
+        await pilot.press("D")
+        await settle(pilot)
+        assert "differences only" in text_of(app)
+
+
 def test_ascii_pictures_hold_ascii_only(tmp_path: Path) -> None:
     import asyncio
 

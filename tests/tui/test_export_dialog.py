@@ -46,16 +46,18 @@ async def test_all_formats_of_this_run_are_written_and_named(tmp_path: Path) -> 
         await all_formats(app, pilot)
         await pilot.press("enter")
         await settle(pilot)
-        assert dialog(app).told.startswith("4 files in ")
+        assert dialog(app).told.startswith("6 files in ") and "report-ratios.csv" in dialog(app).told
         folder = app.session.run_dir
-        assert {"report.md", "report.json", "report.csv", "report.parquet"} == set(os.listdir(folder))  # noqa: PTH208
+        assert set(os.listdir(folder)) == {  # noqa: PTH208
+            "report.md", "report.json", "report.csv", "report-ratios.csv", "report.parquet", "report-ratios.parquet",
+        }  # fmt: skip
         assert json.loads((folder / "report.json").read_text())["arms"]
         await pilot.press("enter")
         await settle(pilot)
         assert "already there" in dialog(app).told, "nothing is written over at the first enter"
         await pilot.press("enter")
         await settle(pilot)
-        assert dialog(app).told.startswith("4 files in ")
+        assert dialog(app).told.startswith("6 files in ")
 
 
 async def test_a_comparison_is_exported(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from small_app import SmallApp, settle, text_of
 from textual.pilot import Pilot
 
 from pdq_tui.core.catalog import find_policy
-from pdq_tui.core.formats import Format, packed_bytes
+from pdq_tui.core.formats import WEIGHTS, Format, packed_bytes
 from pdq_tui.core.kv import KvPolicy, natural_convert
 from pdq_tui.host.view import SessionView
 from pdq_tui.tui import forecast
@@ -105,7 +105,7 @@ async def test_the_editor_foresees_each_change_and_applies_nothing(model: Path, 
         assert "no second copy" in await shown(app, pilot)
         app.screen.query_one("#edit", LineList).focus()
         app.screen.query_one("#edit", LineList).move_to("decode.weights")
-        await pilot.press("h")
+        await pilot.press(*["h"] * (len(WEIGHTS) - WEIGHTS.index("int4")))
         text = await shown(app, pilot)
         assert f"decode int4-g64 {forecast.format_bytes(INT4)}" in text
         assert f"+{forecast.format_bytes(INT4)} for a second copy" in text
@@ -140,3 +140,18 @@ async def test_without_shapes_the_forecast_is_na_with_the_reason(
     async with app.run_test(size=(120, 36)) as pilot:
         text = await shown(app, pilot)
         assert text.startswith("predicted bytes n/a: ") and reason in text
+
+
+async def test_a_policy_that_nothing_here_runs_is_told_with_the_way_out(model: Path, tmp_path: Path) -> None:
+    app = SmallApp(lambda: PoliciesScreen(tmp_path / "profiles"), tmp_path)
+    app.session.picture = picture = view_of(model, arms={})
+    assert picture.device is not None
+    picture.device.features = ["avx2"]
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settle(pilot)
+        app.screen.query_one("#list", LineList).move_to("bf16-prefill-nf4-decode")
+        text = await shown(app, pilot)
+        assert "✗ bf16-prefill-nf4-decode: nf4-g64 in decode does not run on cpu: " in text
+        assert "needs the package bitsandbytes, which this machine lacks" in text
+        assert text.endswith("; choose another format for this stage; pdq-tui doctor lists what runs here")
+        assert "lists what runs here" in text_of(app)

@@ -114,7 +114,27 @@ async def test_two_keys_of_one_binding_stay_in_their_column(
             assert word in shown
         # The text beside them begins in one column.
         rows = [line for line in key_lines(app.screen_stack[-2], size[0] - 5) if len(line.parts) == 2]
-        assert {cells(line.parts[0][0]) for line in rows} == {13}
+        assert len({cells(line.parts[0][0]) for line in rows}) == 1
+
+
+@pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 36)])
+@pytest.mark.parametrize("digit", "1236")
+async def test_keys_that_move_are_said_in_our_words_and_on_one_line(
+    digit: str, size: tuple[int, int], make_app: Callable[..., PdqApp]
+) -> None:
+    app = make_app()
+    async with app.run_test(size=size) as pilot:
+        await pilot.press(digit)
+        await settle(pilot)
+        rows = [" ".join(line.text.split()) for line in key_lines(app.screen, size[0] - 5)]
+        assert not any("Focus" in row for row in rows)
+        moving = rows[rows.index("MOVING") + 1 : rows.index("EVERYWHERE") - 1]
+        following, before = (
+            ("j tab down right", "k up left shift+tab") if digit == "1" else ("tab", "shift+tab")
+        )
+        assert f"{following} next panel" in moving and f"{before} panel before" in moving
+        if digit != "1":
+            assert "j down next row" in moving and "G end last row" in moving
 
 
 async def test_help_is_drawn_few_times_and_nothing_below_it(

@@ -51,8 +51,9 @@ def test_live_zoomed(snap_compare: Any, make_app: Make) -> None:
     assert snap_compare(make_app(make_view()), press=["z"], terminal_size=(120, 36))
 
 
-def test_live_stage_picker(snap_compare: Any, make_app: Make) -> None:
-    assert snap_compare(make_app(make_view()), press=["d"], terminal_size=(120, 36))
+@pytest.mark.parametrize("size", SIZES[1:], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_live_stage_picker(snap_compare: Any, make_app: Make, size: tuple[int, int]) -> None:
+    assert snap_compare(make_app(make_view()), press=["d"], terminal_size=size)
 
 
 @pytest.mark.parametrize(

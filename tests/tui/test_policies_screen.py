@@ -10,6 +10,7 @@ import pytest
 from made_model import made_model
 from small_app import NASTY, SmallApp, at_every_size, settle, text_of
 
+from pdq_tui.core.formats import WEIGHTS
 from pdq_tui.core.kv import KvPolicy
 from pdq_tui.core.policy import load_policy
 from pdq_tui.host.view import ArmView
@@ -67,16 +68,19 @@ async def test_values_step_and_storage_follows(app: SmallApp) -> None:
     async with app.run_test(size=(120, 36)) as pilot:
         await settle(pilot)
         screen = choose(app, "bf16", "decode.weights")
-        await pilot.press("h")  # backwards from bf16: int4, the last that is legal here
+        await pilot.press("h")  # backwards from bf16: the last format
+        assert screen.draft is not None and screen.draft.decode.weights == WEIGHTS[-1]
+        back = len(WEIGHTS) - WEIGHTS.index("int4")
+        await pilot.press(*["h"] * (back - 1))
         assert screen.draft is not None
         assert (screen.draft.decode.weights, screen.draft.decode.group_size, screen.draft.storage) == (
             "int4",
             64,
             "dual",
         )
-        await pilot.press("l")
+        await pilot.press(*["l"] * back)
         assert screen.draft.decode.weights == "bf16" and screen.draft.decode.group_size == 0
-        await pilot.press("right", "left", "left", "left")
+        await pilot.press("right", *["left"] * (back + 2))
         assert screen.draft.decode.weights == "int8"
         screen.query_one("#edit", LineList).move_to("decode.activations")
         await pilot.press("l")
@@ -97,13 +101,20 @@ async def test_values_step_and_storage_follows(app: SmallApp) -> None:
 
 
 async def test_choices_that_are_not_here_are_greyed_with_the_reason(app: SmallApp) -> None:
+    """Also those that the engine's device does not run: this one lacks bitsandbytes."""
+    device = app.session.picture.device
+    assert device is not None
+    device.features = ["avx2"]
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
         screen = choose(app, "bf16", "prefill.weights")
         await pilot.press("enter")
         await pilot.pause()
         assert isinstance(app.screen, Pick)
-        assert "n/a: not in this version" in text_of(app)
+        refused = {c.value: c.refused for c in app.screen.choices if c.refused is not None}
+        assert set(refused) == {"nf4", "fp4", "llm-int8"}
+        assert "needs the package bitsandbytes, which this machine lacks" in refused["nf4"]
+        assert "n/a: nf4-" in text_of(app)
         for _ in range(12):  # the cursor passes over what cannot be chosen
             await pilot.press("j")
         await pilot.press("enter")

@@ -136,6 +136,10 @@ def test_ascii_only(comparison: Comparison) -> None:
         assert text.isascii() and "better" in text and "+-" in text
 
 
+def table_of(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
+
+
 @pytest.mark.parametrize("kind", ["document", "comparison"])
 def test_X01_machine_forms_are_strict(kind: str, request: pytest.FixtureRequest) -> None:
     source = request.getfixturevalue(kind)
@@ -193,12 +197,54 @@ def test_an_unknown_format_is_named(document: dict[str, Any], tmp_path: Path) ->
 def test_all_files_are_written(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     source = request.getfixturevalue(kind)
     paths = write(source, list(REPORTERS), tmp_path / "deep" / "out")
-    assert [f.name for f in paths] == ["report.md", "report.json", "report.csv", "report.parquet"]
-    assert sorted(f.name for f in paths[0].parent.iterdir()) == sorted(f.name for f in paths)
-    table = pl.read_parquet(paths[3])
-    assert table.height == len(list(csv.DictReader(io.StringIO(paths[2].read_text(encoding="utf-8")))))
-    assert pl.Null not in table.dtypes
+    tables = ["report", "report-ratios"] if kind == "document" else ["report"]
+    flat = [f"{name}.{form}" for form in ("csv", "parquet") for name in tables]
+    assert [f.name for f in paths] == ["report.md", "report.json", *flat]
+    folder = paths[0].parent
+    assert sorted(f.name for f in folder.iterdir()) == sorted(f.name for f in paths)
+    for name in tables:
+        typed = pl.read_parquet(folder / f"{name}.parquet")
+        rows = table_of(folder / f"{name}.csv")
+        assert typed.height == len(rows) > 0 and typed.columns == list(rows[0])
+        assert pl.Null not in typed.dtypes
     assert paths[0].read_text(encoding="utf-8") == render(source, "md")
+
+
+def test_the_csv_of_a_run_has_its_ratios_in_a_file_of_their_own(
+    document: dict[str, Any], tmp_path: Path
+) -> None:
+    write(document, ["csv"], tmp_path)
+    rows = table_of(tmp_path / "report-ratios.csv")
+    assert len(rows) == len(document["ratios"]) > 3
+    for row, r in zip(rows, document["ratios"], strict=True):
+        assert (row["run"], row["reference"], row["arm"]) == (document["run"], "bf16", "int4")
+        assert (row["metric"], row["judgement"], row["unit"]) == (r["metric"], r["judgement"], r["unit"])
+        assert [float(row[k]) for k in ("ratio", "ratio_low", "ratio_high")] == [r["ratio"], *r["ci95"]]
+        assert [float(row[k]) for k in ("difference", "difference_low", "difference_high")] == [
+            r["difference"], *r["difference_ci95"],
+        ]  # fmt: skip
+        assert (float(row["threshold"]), int(row["blocks"])) == (r["threshold"], r["blocks"])
+
+
+def test_ratios_that_are_missing_have_their_reason(
+    make_run: Any, meta: dict[str, Any], tmp_path: Path
+) -> None:
+    document = run_document(meta, make_run({"bf16": (100, 50), "int4": (180, 26)}, blocks=1).events())
+    write(document, ["csv"], tmp_path)
+    rows = table_of(tmp_path / "report-ratios.csv")
+    assert {row["judgement"] for row in rows} == {"unsure"}
+    assert all(row["ratio_low"] == "" and "1 block" in row["reason"] for row in rows)
+
+
+def test_a_report_of_one_arm_has_no_ratios_and_none_of_another_run_stay(
+    document: dict[str, Any], make_run: Any, meta: dict[str, Any], tmp_path: Path
+) -> None:
+    alone = run_document(meta, make_run({"bf16": (100, 50)}).events())
+    assert [p.name for p in write(alone, ["csv"], tmp_path / "alone")] == ["report.csv"]
+    write(document, ["csv"], tmp_path)
+    paths = write(alone, ["csv"], tmp_path, force=True)
+    assert [p.name for p in paths] == ["report.csv", "report-ratios.csv"]
+    assert len(paths[1].read_text(encoding="utf-8").splitlines()) == 1  # the header alone
 
 
 def test_existing_files_are_kept_unless_forced(document: dict[str, Any], tmp_path: Path) -> None:

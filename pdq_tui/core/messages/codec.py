@@ -26,6 +26,7 @@ from pdq_tui.core.messages.events import (
     Request,
     RunEnded,
     RunStarted,
+    Scored,
     StageSample,
     TaskEnded,
     WorkloadReady,
@@ -48,6 +49,7 @@ Event = (
     | ArmSwitched
     | StageSample
     | Request
+    | Scored
     | RunEnded
     | Note
     | Failure

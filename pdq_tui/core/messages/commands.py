@@ -74,6 +74,29 @@ class RunBlocks(Message):
     solo: bool = True
 
 
+class Score(Message):
+    """Hold ``arms`` against ``base`` on windows of the project's own texts. Answered by a ``Scored`` a window and arm,
+    then ``RunEnded``. The base scores a window once, for all arms.
+
+    path     "prefill": one pass over a window of ``prompt_tokens``; its second half is compared.
+             "decode": ``prompt_tokens`` under the prefill policy, then ``new_tokens`` forced tokens one at a time under
+             the decode policy, through the handed-off cache.
+    forced   of the decode path: "text", the window's own continuation, or "sample", what ``base`` says at temperature 1,
+             drawn by ``seed``.
+    batch    windows in one pass, as many as the workload has sequences: other kernels may run at another number of rows.
+    """
+
+    arms: list[str]
+    base: str
+    path: str
+    windows: int
+    prompt_tokens: int
+    new_tokens: int = 0
+    forced: str = "text"
+    seed: int = 0
+    batch: int = 1
+
+
 class Stop(Message):
     """End the running loop or measurement at the next token; results so far stay."""
 
@@ -107,6 +130,7 @@ Command = (
     | SelectArm
     | Interleave
     | RunBlocks
+    | Score
     | Stop
     | CancelTask
     | Ping

@@ -61,12 +61,13 @@ class ArmReady(Message):
 
 
 class ArmRefused(Message):
-    """The arm keeps what it had."""
+    """The arm keeps what it had. ``exit_code``: of a command that cannot go on without the policy; None: 1."""
 
     arm: str
     policy: str
     reason: str
     hint: str | None = None
+    exit_code: int | None = None
 
 
 class RefusedPrompt(msgspec.Struct):
@@ -184,6 +185,29 @@ class Request(Message):
     tokens_sha256: str | None = None
     host_start_ns: int = 0
     host_end_ns: int = 0
+
+
+class Scored(Message):
+    """One window of ``Score``: a value a compared position, never dropped. Nats; full vocabulary.
+
+    first      where the first value stands: the position in the window, or the decode step (1: the second token).
+    kld        Σ p_base · ln(p_base / p_arm); null where either side's logits are not finite.
+    same_top1  whether both have the same argmax.
+    nll        −ln p of the next (or forced) token, of the arm and of the base; null likewise.
+    """
+
+    arm: str
+    base: str
+    policy: str
+    policy_digest: str
+    path: str
+    forced: str
+    window: int
+    first: int
+    kld: list[float | None]
+    same_top1: list[bool]
+    nll: list[float | None]
+    base_nll: list[float | None]
 
 
 class RunEnded(Message):

@@ -30,7 +30,8 @@ class ModelInfo(msgspec.Struct, kw_only=True):
 
 
 class DeviceInfo(msgspec.Struct, kw_only=True):
-    """``uuid`` and ``bus_id`` are None on CPU. ``memory_bytes`` is the device's (or the cgroup's / machine's) total."""
+    """``uuid`` and ``bus_id`` are None on CPU. ``features``: of ``core.kernels.FEATURES``, None where nobody looked.
+    ``memory_bytes`` is the device's (or the cgroup's / machine's) total."""
 
     kind: str
     name: str
@@ -38,6 +39,7 @@ class DeviceInfo(msgspec.Struct, kw_only=True):
     uuid: str | None = None
     bus_id: str | None = None
     capability: tuple[int, int] | None = None
+    features: list[str] | None = None
     memory_bytes: int | None = None
     threads: int = 1
     threads_reason: str = ""

@@ -30,7 +30,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, packed: Packed, bias: Tensor | None, scratch: Scratch) -> None:
         super().__init__()
-        spec = packed.spec
+        self.spec = spec = packed.spec
         self.out_features, self.in_features = spec.N, spec.K
         # Buffers, so that whoever looks for a layer's tensors finds them; the same tensors, no copies.
         self.register_buffer("weight", packed.weight.detach(), persistent=False)

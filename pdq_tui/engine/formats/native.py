@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from pdq_tui.engine.formats.linears import LINEARS, PackedLinear
+from pdq_tui.engine.formats.linears import PackedLinear
 
 
 def _ops() -> Any:
@@ -39,9 +39,7 @@ class NativeInt4(PackedLinear):
         return out
 
 
-#: ``op`` of ``core.kernels`` → the class that is it.
-OPS: Final[dict[str, Any]] = {
-    **LINEARS,
+LINEARS: Final[dict[str, type[PackedLinear]]] = {
     "native-dense": NativeDense,
     "native-int8": NativeInt8,
     "native-w8a8": NativeW8A8,

@@ -1,4 +1,4 @@
-"""Quantizing and packing one weight [N, K], in slices of rows so that it can be cancelled and needs little scratch.
+"""Quantizing and packing one weight [N, K].
 
 int8: symmetric, one scale an output channel, −127…127. int4: asymmetric, one scale and zero point for each group of
 columns, 0…15. Rounding is to nearest. Scales are rounded to the model's dtype *before* the weights are rounded to the
@@ -7,25 +7,19 @@ grid, so that what is stored is the best on the grid that is really used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pdq_tui.engine.cancel import check
+from pdq_tui.engine.formats import bnb, fp8
 from pdq_tui.engine.formats.packed import Packed, PackedStack, Spec
 from pdq_tui.engine.formats.rows import nibbles_by_rows
+from pdq_tui.engine.formats.slices import row_slices, wide_rows
 
-#: Elements quantized between two looks at the cancel flag; rows are taken in multiples of the packed row block.
-SLICE_ELEMENTS = 1 << 20
-ROW_BLOCK = 64
-
-
-def row_slices(N: int, k: int) -> Iterator[slice]:
-    step = max(ROW_BLOCK, SLICE_ELEMENTS // max(k, 1) // ROW_BLOCK * ROW_BLOCK)
-    for begin in range(0, N, step):
-        yield slice(begin, min(N, begin + step))
+Packer = Callable[[Spec, Tensor, torch.device, Callable[[], bool]], Packed]
 
 
 @torch.no_grad()
@@ -43,9 +37,7 @@ def pack(
     """
     if spec.fmt.dense:
         return _pack_dense(spec, master, device, cancelled, shared)
-    if spec.fmt.weights == "int8":
-        return _pack_int8(spec, master, device, cancelled)
-    return _pack_int4(spec, master, device, cancelled)
+    return PACKERS[spec.fmt.weights](spec, master, device, cancelled)
 
 
 def pack_stack(
@@ -75,18 +67,12 @@ def _pack_dense(
     return Packed(spec, out)
 
 
-def _rows(spec: Spec, master: Tensor, rows: slice, device: torch.device) -> Tensor:
-    """float32 [rows, k] on the device, columns of zeros added where the layer is padded."""
-    w = master[rows].to(device=device, dtype=torch.float32, copy=True)  # rounded in place below
-    return F.pad(w, (0, spec.k - spec.K)) if spec.k != spec.K else w
-
-
 def _pack_int8(spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool]) -> Packed:
     q = torch.empty((spec.N, spec.k), dtype=torch.int8, device=device)
     scales = torch.empty(spec.N, dtype=spec.dtype, device=device)
     for rows in row_slices(spec.N, spec.k):
         check(cancelled)
-        w = _rows(spec, master, rows, device)
+        w = wide_rows(spec, master, rows, device)
         scale = w.abs().amax(1).div_(127).clamp_min_(smallest(spec.dtype)).to(spec.dtype)
         scales[rows] = scale
         q[rows] = w.div_(scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
@@ -99,7 +85,7 @@ def _pack_int4(spec: Spec, master: Tensor, device: torch.device, cancelled: Call
     scales = torch.empty((k // group, N, 2), dtype=spec.dtype, device=device)
     for rows in row_slices(N, k):
         check(cancelled)
-        w = _rows(spec, master, rows, device).view(-1, k // group, group)
+        w = wide_rows(spec, master, rows, device).view(-1, k // group, group)
         low, high = torch.aminmax(w, dim=2)
         scale = (high - low).div_(15).clamp_min_(smallest(spec.dtype)).to(spec.dtype)
         zero = torch.add(low, scale.float(), alpha=8).to(spec.dtype)
@@ -133,3 +119,13 @@ def _nibbles(layout: str, q: Tensor) -> Tensor:
 def smallest(dtype: torch.dtype) -> float:
     """The least scale: keeps 1 / scale finite in float32 and the scale normal in its dtype."""
     return max(float(torch.finfo(dtype).tiny), 1e-30)
+
+
+PACKERS: Final[dict[str, Packer]] = {
+    "int8": _pack_int8,
+    "int4": _pack_int4,
+    "nf4": bnb.pack_4bit,
+    "fp4": bnb.pack_4bit,
+    "llm-int8": bnb.pack_llm_int8,
+    "fp8": fp8.pack_fp8,
+}

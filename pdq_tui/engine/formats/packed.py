@@ -44,13 +44,14 @@ class Spec:
     @property
     def nbytes(self) -> int:
         """Exact: packed weights and their scales and zero points."""
-        return packed_bytes(self.fmt, self.N, self.k, self.dtype.itemsize) * max(1, self.stack)
+        one = packed_bytes(self.fmt, self.N, self.k, self.dtype.itemsize, self.layout)
+        return one * max(1, self.stack)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """weight: dense [N, K]; int8 [N, k]; int4 packed bytes by layout. scales: int8 [N]; int4 [k / group, N, 2] holding
-    (scale, zero) with w = (q − 8) · scale + zero; in layout int4-rows [N, k / group, 2].
+    """weight: dense [N, K]; int8 [N, k]; 4-bit packed bytes by layout. scales: int8 [N]; int4 [k / group, N, 2] holding
+    (scale, zero) with w = (q − 8) · scale + zero, in layout int4-rows [N, k / group, 2]; others as their packer says.
     ``ours`` False where the tensor belongs to the model itself."""
 
     spec: Spec

@@ -2,7 +2,9 @@
 
 torch's kernels for one row of packed weights reach a fifth to a half of the memory's speed on such a CPU, and for many
 rows it has nothing but float32 products. Here activations become 16-bit whole numbers (``activations.h``), which the
-16-bit multiply-add of AVX2 takes two a lane: 2.5 times the multiplications of float32, for any packed format.
+16-bit multiply-add of AVX2 takes two a lane: 2.5 times the multiplications of float32, for any packed format. Where there
+is AVX512-VNNI its dot products take four bytes or two such numbers a lane, and with AVX512-BF16 a prompt's attention is
+here as well.
 
 A library that cannot be built or loaded is no error: ``ensure`` tells why, and the tables' other candidates are used.
 """
@@ -99,11 +101,17 @@ def load(library: Path) -> None:
             return
         for name in ("dense", "int8", "int4"):
             torch.library.register_fake(f"pdq_native::{name}", _shape)
+        if hasattr(torch.ops.pdq_native, "causal"):  # only where AVX512-BF16 was built
+            torch.library.register_fake("pdq_native::causal", _prompt_shape)
         _State.path = library
 
 
 def _shape(x: torch.Tensor, w: torch.Tensor, *_rest: object) -> torch.Tensor:
     return x.new_empty(x.shape[0], w.shape[0])
+
+
+def _prompt_shape(q: torch.Tensor, *_rest: object) -> torch.Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
 
 
 def _build(library: Path, poll: Callable[[], None]) -> str | None:

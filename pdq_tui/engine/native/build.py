@@ -13,7 +13,17 @@ from pathlib import Path
 
 from pdq_tui.engine.process import die_with_parent
 
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wall")
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-Wall",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+)  # gcc 12 warns of its own headers
 
 
 def command(compiler: str, library: Path) -> list[str]:

@@ -65,44 +65,67 @@ inline void channel_int8(const Activations& x, int64_t from, const int8_t* w, co
 }
 
 // Sums of the activations by group of weights, each row's rounded up to eight groups with zeros. A unit is the longest run
-// of columns under one scale of either side.
+// of columns under one scale of either side; factors: the activations' scale of each, rows × units.
 struct Groups {
   int64_t group, groups, padded, unit, units;
-  std::vector<float> sums;
+  std::vector<float> sums, factors;
+
+  int64_t room(int64_t rows) const { return (rows + 1) * units + padded; }
 
   Groups(const Activations& x, int64_t group) : group(group), groups(x.k / group), padded((groups + 7) / 8 * 8) {
     unit = group == HALF ? HALF : BLOCK, units = x.k / unit;
     sums.assign(x.rows * padded, 0.0f);
     const int64_t halves = x.k / HALF;
-    for (int64_t r = 0; r < x.rows; ++r)
+    factors.resize(x.rows * units);
+    for (int64_t r = 0; r < x.rows; ++r) {
       for (int64_t h = 0; h < halves; ++h) sums[r * padded + h * HALF / group] += x.sum[r * halves + h];
+      for (int64_t u = 0; u < units; ++u)
+        factors[r * units + u] = x.scale[r * x.blocks + (x.blocks == 1 ? 0 : u * unit / BLOCK)];
+    }
   }
 };
 
-// group: a multiple of HALF that divides k. Σ x·((q − 8)·s + z) = Σ_groups s·Σ x·q + (z − 8 s)·Σ x.
-// room: R · units + padded floats.
-template <int R, bool HALVES, typename S, typename O>
-inline void channel_int4(const Activations& x, int64_t from, const Groups& g, const uint8_t* w, const S* scales,
-                         int64_t n, float* room, O* out, int64_t stride) {
-  const int64_t k = x.k, whole = k / BLOCK, per_group = g.group / g.unit;
-  const int16_t* q = x.q.data() + from * k;
+// What a channel's scales mean for R rows. room: first R × units factors of the sums, one for each unit of columns, then
+// what they are made of. start: what each row's result begins with.
+// Σ x·((q − 8)·s + z) = Σ_groups s·Σ x·q + (z − 8 s)·Σ x.
+template <int R, typename S>
+inline void scales_int4(const Activations& x, int64_t from, const Groups& g, const S* scales, int64_t n, float* room,
+                        float start[R]) {
   const __m256 eight = _mm256_set1_ps(8.0f);
-  float* own = room + R * g.units;
+  const int64_t per_group = g.group / g.unit;
+  float* by_group = room + R * g.units;
+  float* by_unit = per_group == 1 ? by_group : by_group + g.padded;
   __m256 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
   for (int64_t i = 0; i < g.groups; i += 8) {
     __m256 s, z;
     load_pairs(scales + (n * g.groups + i) * 2, std::min<int64_t>(8, g.groups - i), &s, &z);
-    _mm256_storeu_ps(own + i, s);
+    _mm256_storeu_ps(by_group + i, s);
     const __m256 offset = _mm256_fnmadd_ps(eight, s, z);
     for (int r = 0; r < R; ++r)
       acc[r] = _mm256_fmadd_ps(offset, _mm256_loadu_ps(g.sums.data() + (from + r) * g.padded + i), acc[r]);
   }
+  if (per_group > 1)
+    for (int64_t i = 0; i < g.groups; ++i)
+      for (int64_t u = 0; u < per_group; ++u) by_unit[i * per_group + u] = by_group[i];
   for (int r = 0; r < R; ++r) {
-    const float* by = x.scale.data() + (from + r) * x.blocks;
-    for (int64_t u = 0; u < g.units; ++u)
-      room[r * g.units + u] = own[u / per_group] * by[x.blocks == 1 ? 0 : u * g.unit / BLOCK];
+    start[r] = sum8(acc[r]);
+    const float* __restrict__ by = g.factors.data() + (from + r) * g.units;
+    float* __restrict__ to = room + r * g.units;
+    for (int64_t u = 0; u < g.units; ++u) to[u] = by_unit[u] * by[u];
   }
+}
+
+// group: a multiple of HALF that divides k. room: `Groups::room(R)` floats.
+template <int R, bool HALVES, typename S, typename O>
+inline void channel_int4(const Activations& x, int64_t from, const Groups& g, const uint8_t* w, const S* scales,
+                         int64_t n, float* room, O* out, int64_t stride) {
+  const int64_t k = x.k, whole = k / BLOCK;
+  const int16_t* q = x.q.data() + from * k;
+  float start[R];
+  scales_int4<R>(x, from, g, scales, n, room, start);
+  __m256 acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
   for (int64_t b = 0; b < whole; ++b) {
     __m256i v[4];
     unpack_int4(w + n * (k / 2) + b * (BLOCK / 2), v);
@@ -117,7 +140,7 @@ inline void channel_int4(const Activations& x, int64_t from, const Groups& g, co
       }
     }
   }
-  for (int r = 0; r < R; ++r) store(out + r * stride + n, sum8(acc[r]));
+  for (int r = 0; r < R; ++r) store(out + r * stride + n, sum8(acc[r]) + start[r]);
 }
 
 }  // namespace pdq

@@ -1,4 +1,4 @@
-// Operators of torch's stable C++ interface: what multiplies packed weights on a CPU with AVX2.
+// Operators of torch's stable C++ interface: what multiplies packed weights on a CPU with AVX2, or better.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -6,8 +6,7 @@
 #include <omp.h>
 
 #include "cache_ops.h"
-#include "gemm.h"
-#include "gemv.h"
+#include "prefill.h"
 
 namespace {
 
@@ -37,11 +36,21 @@ bool is_bf16(const Tensor& t) {
 template <int n>
 using Count = std::integral_constant<int, n>;
 
+#ifdef PDQ_WIDE
+namespace best = pdq::wide;
+#else
+namespace best = pdq;
+#endif
+
 // Calls f(R, first of R rows, channel) until all rows × channels [first, last) are covered.
-template <typename F>
+template <int64_t MOST = GEMV_ROWS, typename F>
 void by_rows(int64_t rows, int64_t first, int64_t last, F f) {
-  for (int64_t from = 0; from < rows; from += GEMV_ROWS)
-    for (int64_t n = first; n < last; ++n) switch (std::min<int64_t>(GEMV_ROWS, rows - from)) {
+  for (int64_t from = 0; from < rows; from += MOST)
+    for (int64_t n = first; n < last; ++n) switch (std::min<int64_t>(MOST, rows - from)) {
+        case 8: if constexpr (MOST >= 8) f(Count<8>{}, from, n); break;
+        case 7: if constexpr (MOST >= 8) f(Count<7>{}, from, n); break;
+        case 6: if constexpr (MOST >= 8) f(Count<6>{}, from, n); break;
+        case 5: if constexpr (MOST >= 8) f(Count<5>{}, from, n); break;
         case 4: f(Count<4>{}, from, n); break;
         case 3: f(Count<3>{}, from, n); break;
         case 2: f(Count<2>{}, from, n); break;
@@ -78,6 +87,22 @@ void run_dense(const Tensor& x, const Tensor& w, Tensor& out) {
   }
 }
 
+#if defined(PDQ_WIDE) && defined(__AVX512BF16__)
+template <>
+void run_dense<bf16>(const Tensor& x, const Tensor& w, Tensor& out) {
+  const int64_t rows = x.size(0), K = x.size(1), N = w.size(0);
+  const bf16 *from = data<const bf16>(x), *weights = data<const bf16>(w);
+  bf16* to = data<bf16>(out);
+#pragma omp parallel
+  {
+    const Share mine(N);
+    by_rows<wide::BYTE_ROWS>(rows, mine.first, mine.last, [&](auto R, int64_t r, int64_t n) {
+      wide::channel_bf16<R.value>(from + r * K, weights, K, n, to + r * N, N);
+    });
+  }
+}
+#endif
+
 Tensor dense(Tensor x, Tensor w) {
   expect_rows(x, w);
   expect(x.size(1) == w.size(1) && x.scalar_type() == w.scalar_type(), "x [rows, K] and w [N, K] of one dtype");
@@ -87,6 +112,54 @@ Tensor dense(Tensor x, Tensor w) {
 }
 
 // -- int8 -------------------------------------------------------------------------------------------------------------
+
+#ifdef PDQ_WIDE
+
+template <typename T>
+void run_int8(const Tensor& x, const Tensor& w, const Tensor& scales, bool tokens, Tensor& out) {
+  const int64_t rows = x.size(0), N = w.size(0), k = w.size(1);
+  Activations a;
+  quantize_rows(data<const T>(x), rows, x.size(1), k, tokens, a);
+  const int8_t* weights = data<const int8_t>(w);
+  const T* by = data<const T>(scales);
+  T* to = data<T>(out);
+  const auto wide_scales = [&](int64_t n, float* scale, float*) {
+    for (int64_t c = 0; c < std::min(wide::PANEL, N - n); ++c) scale[c] = widen(by[n + c]);
+  };
+  if (tokens) {
+    const wide::Bytes bytes(a);
+    if (rows <= wide::BYTE_ROWS) {
+#pragma omp parallel
+      {
+        const Share mine(N);
+        by_rows<wide::BYTE_ROWS>(rows, mine.first, mine.last, [&](auto R, int64_t r, int64_t n) {
+          wide::channel_tokens<R.value>(a, bytes, r, weights, by, n, to + r * N, N);
+        });
+      }
+      return;
+    }
+    const wide::Tiles tiles(bytes.q.data(), rows, k / 4);
+    const auto expand = [&](int64_t n, int32_t* panel) { wide::panel_bytes(weights, k, n, N, panel); };
+    wide::multiply_all(wide::TokensPanel{a, tiles, bytes.sum.data()}, rows, k / 4, N, 1, 0, expand, wide_scales, to);
+    return;
+  }
+  if (rows <= 2 * GEMV_ROWS) {
+#pragma omp parallel
+    {
+      const Share mine(N);
+      by_rows(rows, mine.first, mine.last, [&](auto R, int64_t r, int64_t n) {
+        wide::channel_int8<R.value>(a, r, weights, by, n, to + r * N, N);
+      });
+    }
+    return;
+  }
+  const wide::Tiles tiles(a.q.data(), rows, k / 2);
+  const auto unpack = [&](int64_t n, int64_t c, __m512i two[2]) { wide::words_int8(weights + n * k + c, two); };
+  const auto expand = [&](int64_t n, int32_t* panel) { wide::panel_words(unpack, k, n, N, panel); };
+  wide::multiply_all(wide::BlocksPanel{a, tiles}, rows, k / 2, N, 1, 0, expand, wide_scales, to);
+}
+
+#else
 
 template <typename T>
 void run_int8(const Tensor& x, const Tensor& w, const Tensor& scales, bool tokens, Tensor& out) {
@@ -120,6 +193,8 @@ void run_int8(const Tensor& x, const Tensor& w, const Tensor& scales, bool token
   }
 }
 
+#endif
+
 // tokens: activations as −127…127 with one scale a row (W8A8), else as 16-bit whole numbers by blocks (W8A16).
 Tensor int8(Tensor x, Tensor w, Tensor scales, bool tokens) {
   expect_rows(x, w);
@@ -144,14 +219,31 @@ void run_int4(const Tensor& x, const Tensor& w, const Tensor& scales, int64_t gr
 #pragma omp parallel
     {
       const Share mine(N);
-      std::vector<float> room(GEMV_ROWS * shared.units + shared.padded);
+      std::vector<float> room(shared.room(GEMV_ROWS));
       by_rows(rows, mine.first, mine.last, [&](auto R, int64_t r, int64_t n) {
-        if (group == HALF) channel_int4<R.value, true>(a, r, shared, weights, by, n, room.data(), to + r * N, N);
-        else channel_int4<R.value, false>(a, r, shared, weights, by, n, room.data(), to + r * N, N);
+        if (group == HALF) best::channel_int4<R.value, true>(a, r, shared, weights, by, n, room.data(), to + r * N, N);
+        else best::channel_int4<R.value, false>(a, r, shared, weights, by, n, room.data(), to + r * N, N);
       });
     }
     return;
   }
+#ifdef PDQ_WIDE
+  const wide::Tiles tiles(a.q.data(), rows, k / 2);
+  const __m512i eight = _mm512_set1_epi16(8);
+  const auto unpack = [&](int64_t n, int64_t c, __m512i two[2]) {
+    wide::words_int4(weights + n * (k / 2) + c / 2, two);
+    two[0] = _mm512_sub_epi16(two[0], eight), two[1] = _mm512_sub_epi16(two[1], eight);
+  };
+  const auto expand = [&](int64_t n, int32_t* panel) { wide::panel_words(unpack, k, n, N, panel); };
+  const auto scales_of = [&](int64_t n, float* scale, float* zero) {
+    for (int64_t c = 0; c < std::min(wide::PANEL, N - n); ++c)
+      for (int64_t g = 0; g < groups; ++g) {
+        scale[g * wide::PANEL + c] = widen(by[((n + c) * groups + g) * 2]);
+        zero[g * wide::PANEL + c] = widen(by[((n + c) * groups + g) * 2 + 1]);
+      }
+  };
+  wide::multiply_all(wide::BlocksPanel{a, tiles}, rows, k / 2, N, groups, group, expand, scales_of, to);
+#else
 #pragma omp parallel
   {
     std::vector<int16_t> panel(k * PANEL);
@@ -167,6 +259,7 @@ void run_int4(const Tensor& x, const Tensor& w, const Tensor& scales, int64_t gr
       multiply_panel(a, panel.data(), {group, scale.data(), zero.data()}, n, N, to);
     }
   }
+#endif
 }
 
 Tensor int4(Tensor x, Tensor w, Tensor scales, int64_t group) {
@@ -181,9 +274,30 @@ Tensor int4(Tensor x, Tensor w, Tensor scales, int64_t group) {
   return out;
 }
 
+// -- attention over a prompt ------------------------------------------------------------------------------------------
+
+#ifdef PDQ_PREFILL
+// q [B, H, P, D], k and v [B, heads, P, D] of bf16, D contiguous → [B, P, H, D]. window: positions that a query sees.
+Tensor causal(Tensor q, Tensor k, Tensor v, double scaling, int64_t window) {
+  for (const Tensor* t : {&q, &k, &v})
+    expect(t->dim() == 4 && t->scalar_type() == ScalarType::BFloat16 && t->stride(3) == 1, "[B, heads, P, D] of bf16, D contiguous, is expected");
+  const int64_t B = q.size(0), H = q.size(1), P = q.size(2), D = q.size(3), heads = k.size(1);
+  for (const Tensor* t : {&k, &v})
+    expect(t->size(0) == B && t->size(1) == heads && t->size(2) == P && t->size(3) == D, "keys and values of the queries' positions are expected");
+  expect(H % heads == 0 && D % 32 == 0 && window > 0 && P <= INT32_MAX, "heads of a multiple of 32, and a window");
+  Tensor out = torch::stable::new_empty(q, {B, P, H, D});
+  const auto view = [](const Tensor& t) { return wide::Heads{data<const bf16>(t), t.stride(0), t.stride(1), t.stride(2)}; };
+  wide::attend_prompt(view(q), view(k), view(v), B, H, heads, P, D, static_cast<float>(scaling), std::min(window, P), data<bf16>(out));
+  return out;
+}
+#endif
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(pdq_native, m) {
+#ifdef PDQ_PREFILL
+  m.def("causal(Tensor q, Tensor k, Tensor v, float scaling, int window) -> Tensor");
+#endif
   m.def("dense(Tensor x, Tensor w) -> Tensor");
   m.def("int8(Tensor x, Tensor w, Tensor scales, bool tokens) -> Tensor");
   m.def("int4(Tensor x, Tensor w, Tensor scales, int group) -> Tensor");
@@ -192,6 +306,9 @@ STABLE_TORCH_LIBRARY(pdq_native, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pdq_native, CPU, m) {
+#ifdef PDQ_PREFILL
+  m.impl("causal", TORCH_BOX(&causal));
+#endif
   m.impl("dense", TORCH_BOX(&dense));
   m.impl("int8", TORCH_BOX(&int8));
   m.impl("int4", TORCH_BOX(&int4));

@@ -1,0 +1,214 @@
+"""``evaluate``: the whole protocol, and a verdict with its evidence."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+import typer
+
+from pdq_tui.commands import flags
+from pdq_tui.commands.common import ascii_only, emit, runs_dir, say, settings
+from pdq_tui.commands.progress import Printer
+from pdq_tui.commands.run import fetch_demo
+from pdq_tui.errors import UsageError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+#: Where stderr is no terminal, a long step says at most this often where it is.
+_LINE_EVERY_S: Final = 15.0
+
+
+@app.command(
+    help="Answer whether staged precision is worth it for MODEL on this machine: bottleneck, timing, quality, verdict."
+)
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="demo, a directory, a .gguf file, or a hub id.")
+    ] = "demo",
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--baseline",
+            metavar="POLICY",
+            help="A uniform policy; repeat it. The first is the base of quality. [all]",
+        ),
+    ] = None,
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option("--candidate", metavar="POLICY", help="A staged policy; repeat it. [the usual three]"),
+    ] = None,
+    traffic: Annotated[
+        str | None,
+        typer.Option(
+            "--traffic",
+            metavar="PRESET|FILE",
+            help="Your requests' lengths: chat, rag, agent, reasoning, summary, or a CSV with prompt_tokens and "
+            "output_tokens. [the workload itself]",
+        ),
+    ] = None,
+    plan: Annotated[
+        str, typer.Option("--plan", metavar="quick|full", help="How much is measured.")
+    ] = "quick",
+    gate: Annotated[
+        str,
+        typer.Option(
+            "--gate",
+            metavar="strict|standard|loose",
+            help="Limit of the decode path's mean KLD: 0.0055, 0.011, 0.031 nats.",
+        ),
+    ] = "standard",
+    prompt_tokens: flags.In = None,
+    output_tokens: flags.Out = None,
+    batch: flags.Batch = None,
+    seed: flags.Seed = None,
+    as_json: Annotated[bool, typer.Option("--json", help="evaluation.json on stdout.")] = False,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", metavar="DIR", help="Where the evaluation is kept. [a new one beside the runs]"
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on in --dir with what is not done; other flags are its own.")
+    ] = False,
+    min_effect: flags.MinEffect = None,
+    device: flags.Device = None,
+    gpu: flags.Gpu = None,
+    threads: flags.Threads = None,
+    trust_remote_code: flags.Trust = False,
+    revision: flags.Revision = None,
+) -> None:
+    from datetime import UTC, datetime
+
+    from pdq_tui.core.catalog import find_policy
+    from pdq_tui.judge import estimate, quality
+    from pdq_tui.judge import traffic as traffics
+    from pdq_tui.judge.evaluation import Evaluation
+    from pdq_tui.judge.plan import PLANS, STAGED, STEPS, UNIFORM, Spec, Step
+    from pdq_tui.judge.verdict import verdict
+    from pdq_tui.report.evaluation import evaluation_page
+    from pdq_tui.report.tables import markdown, plain, to_ascii
+    from pdq_tui.store import atomic
+    from pdq_tui.store.snapshot import strict_json
+
+    if plan not in PLANS:
+        raise UsageError(f"--plan: {plan!r} is not a legal value", f"legal: {', '.join(PLANS)}")
+    if gate not in quality.GATES:
+        raise UsageError(f"--gate: {gate!r} is not a legal value", f"legal: {', '.join(quality.GATES)}")
+    loaded = settings(
+        {
+            **flags.workload_flags(prompt_tokens, output_tokens, batch, None, None, seed),
+            "run.min_effect": ("--min-effect", flags.share_of(min_effect)),
+            **flags.engine_flags(device, gpu, threads, None),
+        }
+    )
+    s = loaded.settings
+    printer = Printer(every_s=_LINE_EVERY_S)
+    if resume:
+        if directory is None:
+            raise UsageError("--resume needs --dir: which evaluation goes on")
+        evaluation = Evaluation.resume(directory.expanduser(), on_event=printer)
+    else:
+        load = flags.load_of(s, model, trust_remote_code=trust_remote_code, revision=revision)
+        fetch_demo(load, printer)
+        workload = flags.workload_of(s)
+        if workload.prompt_tokens is None:
+            raise UsageError(
+                "an evaluation runs on the built-in prompts of an exact length", "leave --prompts out"
+            )
+        shapes = (
+            traffics.read(traffic)
+            if traffic
+            else [traffics.Shape(workload.prompt_tokens, workload.output_tokens)]
+        )
+        spec = Spec(
+            model=model,
+            load=load,
+            uniform=tuple(find_policy(n) for n in baseline or UNIFORM),
+            staged=tuple(find_policy(n) for n in candidate or STAGED),
+            workload=workload,
+            traffic=tuple(shapes),
+            traffic_name=traffic or "the workload itself",
+            plan=PLANS[plan],
+            gate=gate,
+            min_effect=s.run.min_effect,
+            seed=s.workload.seed,
+        )
+        mixed = [p.name for p in spec.uniform if p.staged] or [p.name for p in spec.staged if not p.staged]
+        if mixed:
+            raise UsageError(
+                f"{mixed[0]} does not belong there",
+                "--baseline takes uniform policies, --candidate staged ones",
+            )
+        now = datetime.now(UTC)
+        place = (
+            directory.expanduser()
+            if directory
+            else runs_dir(loaded).parent / "evaluations" / f"{now:%Y%m%dT%H%M%SZ}"
+        )
+        evaluation = Evaluation.create(spec, place, on_event=printer)
+    say(f"evaluation in {evaluation.directory}; Ctrl-C stops it, --resume --dir goes on")
+
+    now_at: tuple[str, float | None] = ("", None)
+
+    def around(text: str) -> str:
+        number, until = now_at
+        rest = None if until is None else until - time.monotonic()
+        tail = "" if rest is None else f"; {_about(rest)} left" if rest > 0 else "; longer than estimated"
+        return f"{number} {text}{tail}"
+
+    def watch(step: Step, number: int, state: str, seconds: float) -> None:
+        nonlocal now_at
+        printer.close()
+        where = f"{number}/{len(STEPS)} {step.title}"
+        if state == "running":
+            rest = estimate.left(evaluation.spec, evaluation.found)
+            whole = sum(rest.values())
+            now_at = (f"{number}/{len(STEPS)}", time.monotonic() + whole if rest else None)
+            mine = rest.get(step.name)
+            took = "" if mine is None else f" ({_about(mine)}; {_about(whole)} to the end)"
+            say(f"{where}: {step.why}{took}")
+        else:
+            say(f"{where}: {'done before' if state == 'kept' else f'done in {seconds:.0f} s'}")
+
+    printer.around = around
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        found = evaluation.run(watch)
+    finally:
+        printer.close()
+    judged = verdict(evaluation.spec, found)
+    body = {
+        "schema": 1,
+        "kind": "pdq-tui evaluation",
+        "model": evaluation.spec.model,
+        "plan": evaluation.spec.plan.name,
+        "gate": evaluation.spec.gate,
+        "verdict": msgspec.to_builtins(judged),
+        "map": found.get("confirmation", {}).get("map", []),
+        "steps": [
+            {
+                "name": t.name,
+                "status": "not reached" if t.name not in found else found[t.name].get("stop") or "done",
+            }
+            for t in STEPS
+        ],
+        "found": found,
+    }
+    page = evaluation_page(evaluation.spec, found, judged)
+    data = strict_json(body)
+    atomic.write_file(evaluation.directory / "evaluation.json", data, force=True)
+    atomic.write_file(
+        evaluation.directory / "report.md", markdown(page).encode("utf-8", "replace"), force=True
+    )
+    text = data.decode("utf-8") if as_json else plain(page)
+    emit(to_ascii(text) if ascii_only() and not as_json else text)
+    say(f"report: {evaluation.directory / 'report.md'}")
+
+
+def _about(seconds: float) -> str:
+    return f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"

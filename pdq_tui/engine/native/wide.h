@@ -1,0 +1,381 @@
+// The same products with 512-bit vectors and the dot products of AVX512-VNNI: four bytes or two 16-bit numbers a lane.
+//
+// Many rows: what is multiplied stands in lanes of 32 bits, a "step" of 4 columns (bytes) or 2 (words). A panel holds for
+// every step the lanes of 32 channels side by side; activations lie in tiles of 12 rows, for every step the lanes of the
+// rows side by side, so that a tile is read from its beginning to its end whatever k is. 24 accumulators stay in registers.
+//
+// Bytes: the instruction multiplies unsigned with signed numbers. Weights become unsigned by adding 128, and 128 times the
+// sum of a row's activations is taken off at the end: whole numbers all the way, exact up to k = 2^31 / (255 · 127).
+#pragma once
+
+#include "gemm.h"
+#include "gemv.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
+    defined(__AVX512VNNI__)
+#define PDQ_WIDE 1
+#endif
+
+#ifdef PDQ_WIDE
+namespace pdq::wide {
+
+constexpr int64_t PANEL = 32;
+constexpr int TILE = 12;
+// Panels that a thread holds at once are kept below this many bytes: they and a tile of rows stay in the second cache.
+constexpr int64_t HELD = 256 << 10;
+// Rows of bytes that share one reading of the weights without a panel; of words, twice as long, fewer fit the first cache.
+constexpr int64_t BYTE_ROWS = 8;
+
+inline __m512i load64(const void* from) { return _mm512_loadu_si512(from); }
+
+// Scaled whole numbers of W8A8 as bytes, rows × k, and the sum of each row's.
+struct Bytes {
+  std::vector<int8_t> q;
+  std::vector<int32_t> sum;
+
+  explicit Bytes(const Activations& x) : q(x.rows * x.k), sum(x.rows) {
+    const __m256i ones = _mm256_set1_epi16(1);
+#pragma omp parallel for schedule(static) if (x.rows > 16)
+    for (int64_t r = 0; r < x.rows; ++r) {
+      const int16_t* from = x.q.data() + r * x.k;
+      __m256i total = _mm256_setzero_si256();
+      for (int64_t i = 0; i < x.k; i += 16) {
+        const __m256i words = load16i(from + i);
+        total = _mm256_add_epi32(total, _mm256_madd_epi16(words, ones));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(q.data() + r * x.k + i), _mm256_cvtepi16_epi8(words));
+      }
+      sum[r] = sum8(total);
+    }
+  }
+};
+
+// Rows of `steps` lanes each → tiles of TILE rows. What the last tile lacks is never read.
+struct Tiles {
+  int64_t steps;
+  std::vector<int32_t> lanes;
+
+  Tiles(const void* rows, int64_t count, int64_t steps) : steps(steps), lanes((count + TILE - 1) / TILE * TILE * steps) {
+    const char* from = static_cast<const char*>(rows);
+#pragma omp parallel for schedule(static) if (count > 16)
+    for (int64_t r = 0; r < count; ++r) {
+      int32_t* to = lanes.data() + r / TILE * TILE * steps + r % TILE;
+      for (int64_t s = 0; s < steps; ++s) std::memcpy(to + s * TILE, from + (r * steps + s) * sizeof *to, sizeof *to);
+    }
+  }
+  const int32_t* tile(int64_t first_row) const { return lanes.data() + first_row * steps; }
+};
+
+// 16 rows of 16 lanes → 16 columns, each stored PANEL lanes after the one before.
+inline void transpose16(__m512i r[16], int32_t* to) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int c = 0; c < 4; ++c) {  // 128-bit quarter q of r[4 g + c] is column 4 q + c of rows 4 g … 4 g + 3
+    const __m512i a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
+    const __m512i d = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88), e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+    _mm512_storeu_si512(to + c * PANEL, _mm512_shuffle_i32x4(a, d, 0x88));
+    _mm512_storeu_si512(to + (4 + c) * PANEL, _mm512_shuffle_i32x4(b, e, 0x88));
+    _mm512_storeu_si512(to + (8 + c) * PANEL, _mm512_shuffle_i32x4(a, d, 0xdd));
+    _mm512_storeu_si512(to + (12 + c) * PANEL, _mm512_shuffle_i32x4(b, e, 0xdd));
+  }
+}
+
+// 64 columns of a row of int4 weights (0 … 15) or int8 weights as two vectors of words.
+inline void words_int4(const uint8_t* block, __m512i out[2]) {
+  const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(block)));
+  const __m512i low = _mm512_inserti64x4(_mm512_set1_epi16(4), _mm256_setzero_si256(), 0);
+  const __m512i high = _mm512_inserti64x4(_mm512_set1_epi16(12), _mm256_set1_epi16(8), 0);
+  const __m512i nibble = _mm512_set1_epi16(15);
+  out[0] = _mm512_and_si512(_mm512_srlv_epi16(both, low), nibble);
+  out[1] = _mm512_and_si512(_mm512_srlv_epi16(both, high), nibble);
+}
+inline void words_int8(const int8_t* block, __m512i out[2]) {
+  for (int h = 0; h < 2; ++h)
+    out[h] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + 32 * h)));
+}
+
+// Channels n … n + 31 (the last one again beyond N) → a panel. Of bytes: unsigned.
+inline void panel_bytes(const int8_t* w, int64_t k, int64_t n, int64_t N, int32_t* panel) {
+  const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
+  for (int64_t half = 0; half < PANEL; half += 16)
+    for (int64_t c = 0; c < k; c += 64) {
+      __m512i rows[16];
+      for (int64_t i = 0; i < 16; ++i)
+        rows[i] = _mm512_xor_si512(load64(w + std::min(n + half + i, N - 1) * k + c), flip);
+      transpose16(rows, panel + c / 4 * PANEL + half);
+    }
+}
+template <typename Unpack>  // (channel, first column, two vectors of words)
+void panel_words(Unpack unpack, int64_t k, int64_t n, int64_t N, int32_t* panel) {
+  for (int64_t half = 0; half < PANEL; half += 16)
+    for (int64_t c = 0; c < k; c += BLOCK) {
+      __m512i rows[16], more[16];
+      for (int64_t i = 0; i < 16; ++i) {
+        __m512i two[2];
+        unpack(std::min(n + half + i, N - 1), c, two);
+        rows[i] = two[0], more[i] = two[1];
+      }
+      transpose16(rows, panel + c / 2 * PANEL + half);
+      transpose16(more, panel + (c / 2 + 16) * PANEL + half);
+    }
+}
+
+// R rows of a tile × a panel over `steps` lanes.
+template <int R, bool BYTES>
+inline void multiply(const int32_t* a, const int32_t* panel, int64_t steps, __m512i out[R][2]) {
+  __m512i acc[R][2];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm512_setzero_si512();
+  for (int64_t s = 0; s < steps; ++s) {
+    const __m512i low = load64(panel + s * PANEL), high = load64(panel + s * PANEL + 16);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const __m512i lane = _mm512_set1_epi32(a[s * TILE + r]);
+      if constexpr (BYTES) {
+        acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], low, lane);
+        acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], high, lane);
+      } else {
+        acc[r][0] = _mm512_dpwssd_epi32(acc[r][0], low, lane);
+        acc[r][1] = _mm512_dpwssd_epi32(acc[r][1], high, lane);
+      }
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) out[r][0] = acc[r][0], out[r][1] = acc[r][1];
+}
+
+inline void store16(float* to, __m512 x, __mmask16 which) { _mm512_mask_storeu_ps(to, which, x); }
+inline void store16(bf16* to, __m512 x, __mmask16 which) {  // rounds to nearest even; a NaN stays one
+  const __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const __m512i kept = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x00400000));
+  _mm256_mask_storeu_epi16(to, which, _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+}
+inline __mmask16 lanes_of(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
+
+// Result of R rows × 32 channels from one panel. scale (and zero): PANEL floats, or groups × PANEL.
+struct TokensPanel {
+  const Activations& x;
+  const Tiles& tiles;
+  const int32_t* sum;  // of each row's bytes
+
+  template <int R>
+  void operator()(int64_t from, const int32_t* panel, const PanelScales& s, __m512 out[R][2]) const {
+    __m512i acc[R][2];
+    multiply<R, true>(tiles.tile(from), panel, tiles.steps, acc);
+    for (int r = 0; r < R; ++r)
+      for (int h = 0; h < 2; ++h) {
+        const __m512i exact = _mm512_sub_epi32(acc[r][h], _mm512_set1_epi32(sum[from + r] * 128));
+        const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(exact), _mm512_set1_ps(x.scale[from + r]));
+        out[r][h] = _mm512_mul_ps(value, _mm512_loadu_ps(s.scale + 16 * h));
+      }
+  }
+};
+struct BlocksPanel {
+  const Activations& x;
+  const Tiles& tiles;
+
+  template <int R>
+  void operator()(int64_t from, const int32_t* panel, const PanelScales& s, __m512 out[R][2]) const {
+    for (int r = 0; r < R; ++r) out[r][0] = out[r][1] = _mm512_setzero_ps();
+    const int64_t unit = s.group ? std::min(s.group, BLOCK) : BLOCK;
+    for (int64_t begin = 0; begin < x.k; begin += unit) {
+      __m512i acc[R][2];
+      multiply<R, false>(tiles.tile(from) + begin / 2 * TILE, panel + begin / 2 * PANEL, unit / 2, acc);
+      const float *scale = s.scale, *zero = s.zero;
+      if (s.group) scale += begin / s.group * PANEL, zero += begin / s.group * PANEL;
+      for (int r = 0; r < R; ++r) {
+        const __m512 by = _mm512_set1_ps(x.scale[(from + r) * x.blocks + begin / BLOCK]);
+        float sum = 0.0f;
+        if (s.group)
+          for (int64_t c = begin; c < begin + unit; c += HALF) sum += x.sum[(from + r) * (x.k / HALF) + c / HALF];
+        for (int h = 0; h < 2; ++h) {
+          const __m512 part = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][h]), by);
+          if (s.group) out[r][h] = _mm512_fmadd_ps(_mm512_loadu_ps(zero + 16 * h), _mm512_set1_ps(sum), out[r][h]);
+          out[r][h] = _mm512_fmadd_ps(part, _mm512_loadu_ps(scale + 16 * h), out[r][h]);
+        }
+      }
+    }
+  }
+};
+
+template <int R, typename Product, typename O>
+void tile(const Product& product, int64_t from, const int32_t* panel, const PanelScales& s, int64_t n, int64_t N, O* out) {
+  __m512 value[R][2];
+  product.template operator()<R>(from, panel, s, value);
+  for (int r = 0; r < R; ++r)
+    for (int h = 0; h < 2; ++h) store16(out + (from + r) * N + n + 16 * h, value[r][h], lanes_of(N - n - 16 * h));
+}
+
+template <typename Product, typename O>
+void tile_of(int64_t count, const Product& product, int64_t from, const int32_t* panel, const PanelScales& s, int64_t n,
+             int64_t N, O* out) {
+  switch (count) {
+    case 12: return tile<12>(product, from, panel, s, n, N, out);
+    case 11: return tile<11>(product, from, panel, s, n, N, out);
+    case 10: return tile<10>(product, from, panel, s, n, N, out);
+    case 9: return tile<9>(product, from, panel, s, n, N, out);
+    case 8: return tile<8>(product, from, panel, s, n, N, out);
+    case 7: return tile<7>(product, from, panel, s, n, N, out);
+    case 6: return tile<6>(product, from, panel, s, n, N, out);
+    case 5: return tile<5>(product, from, panel, s, n, N, out);
+    case 4: return tile<4>(product, from, panel, s, n, N, out);
+    case 3: return tile<3>(product, from, panel, s, n, N, out);
+    case 2: return tile<2>(product, from, panel, s, n, N, out);
+    default: return tile<1>(product, from, panel, s, n, N, out);
+  }
+}
+
+// What one thread multiplies: its channels in whole panels, and where there are more threads than panels, its rows.
+struct Part {
+  int64_t first, last, first_row, last_row;
+
+  Part(int64_t rows, int64_t N) {
+    const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num(), panels = (N + PANEL - 1) / PANEL;
+    const int64_t across = std::min(threads, panels), down = threads / across, each = (panels + across - 1) / across;
+    const int64_t tiles = (rows + TILE - 1) / TILE, deep = (tiles + down - 1) / down;
+    first = std::min(N, me % across * each * PANEL), last = std::min(N, first + each * PANEL);
+    first_row = std::min(rows, me / across * deep * TILE), last_row = std::min(rows, first_row + deep * TILE);
+  }
+};
+
+// All rows × all channels → out [rows, N]. steps: lanes of a row. groups: of scales a channel.
+// expand(n, panel) makes a panel, scales(n, scale, zero) its scales.
+template <typename Product, typename Expand, typename Scales, typename O>
+void multiply_all(const Product& product, int64_t rows, int64_t steps, int64_t N, int64_t groups, int64_t group,
+                  Expand expand, Scales scales, O* out) {
+  const int64_t held = std::max<int64_t>(1, HELD / (steps * PANEL * static_cast<int64_t>(sizeof(int32_t))));
+#pragma omp parallel
+  {
+    const Part mine(rows, N);
+    if (mine.first < mine.last && mine.first_row < mine.last_row) {
+      const int64_t most = std::min(held, (mine.last - mine.first + PANEL - 1) / PANEL);
+      std::vector<int32_t> panel(most * steps * PANEL);
+      std::vector<float> scale(most * groups * PANEL, 0.0f), zero(most * groups * PANEL, 0.0f);
+      for (int64_t begin = mine.first; begin < mine.last; begin += most * PANEL) {
+        const int64_t end = std::min(mine.last, begin + most * PANEL);
+        for (int64_t n = begin, p = 0; n < end; n += PANEL, ++p) {
+          expand(n, panel.data() + p * steps * PANEL);
+          scales(n, scale.data() + p * groups * PANEL, zero.data() + p * groups * PANEL);
+        }
+        for (int64_t r = mine.first_row; r < mine.last_row; r += TILE)
+          for (int64_t n = begin, p = 0; n < end; n += PANEL, ++p) {
+            const PanelScales s{group, scale.data() + p * groups * PANEL, zero.data() + p * groups * PANEL};
+            tile_of(std::min<int64_t>(TILE, mine.last_row - r), product, r, panel.data() + p * steps * PANEL, s, n, N, out);
+          }
+      }
+    }
+  }
+}
+
+// -- few rows ---------------------------------------------------------------------------------------------------------
+
+inline float sum16(__m512 x) { return _mm512_reduce_add_ps(x); }
+
+#ifdef __AVX512BF16__
+// bf16 weights and activations: products exact in float32, sums in float32. x: R rows of K.
+template <int R, typename O>
+inline void channel_bf16(const bf16* x, const bf16* w, int64_t K, int64_t n, O* out, int64_t stride) {
+  __m512 acc[R][2];
+  for (auto& row : acc) row[0] = row[1] = _mm512_setzero_ps();
+  const bf16* from = w + n * K;
+  const auto pairs = [](const bf16* at) { return (__m512bh)load64(at); };
+  int64_t i = 0;
+  for (; i + 64 <= K; i += 64) {
+    const __m512bh low = pairs(from + i), high = pairs(from + i + 32);
+    for (int r = 0; r < R; ++r) {
+      acc[r][0] = _mm512_dpbf16_ps(acc[r][0], low, pairs(x + r * K + i));
+      acc[r][1] = _mm512_dpbf16_ps(acc[r][1], high, pairs(x + r * K + i + 32));
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    float total = sum16(_mm512_add_ps(acc[r][0], acc[r][1]));
+    for (int64_t j = i; j < K; ++j) total += widen(from[j]) * widen(x[r * K + j]);
+    store(out + r * stride + n, total);
+  }
+}
+#endif
+
+// W8A8: out[r, n] of R rows.
+template <int R, typename S, typename O>
+inline void channel_tokens(const Activations& x, const Bytes& bytes, int64_t from, const int8_t* w, const S* scales,
+                           int64_t n, O* out, int64_t stride) {
+  const int64_t k = x.k;
+  const int8_t* q = bytes.q.data() + from * k;
+  const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
+  __m512i acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = _mm512_setzero_si512();
+  for (int64_t c = 0; c < k; c += 64) {
+    const __m512i v = _mm512_xor_si512(load64(w + n * k + c), flip);
+    for (int r = 0; r < R; ++r) acc[r] = _mm512_dpbusd_epi32(acc[r], v, load64(q + r * k + c));
+  }
+  for (int r = 0; r < R; ++r) {
+    const int32_t exact = _mm512_reduce_add_epi32(acc[r]) - 128 * bytes.sum[from + r];
+    store(out + r * stride + n, static_cast<float>(exact) * x.scale[from + r] * widen(scales[n]));
+  }
+}
+
+// int8 weights, activations as words by blocks.
+template <int R, typename S, typename O>
+inline void channel_int8(const Activations& x, int64_t from, const int8_t* w, const S* scales, int64_t n, O* out,
+                         int64_t stride) {
+  const int64_t k = x.k, whole = k / BLOCK;
+  const int16_t* q = x.q.data() + from * k;
+  const float* by = x.scale.data() + from * x.blocks;
+  __m512 acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = _mm512_setzero_ps();
+  for (int64_t b = 0; b < whole; ++b) {
+    __m512i v[2];
+    words_int8(w + n * k + b * BLOCK, v);
+    for (int r = 0; r < R; ++r) {
+      const int16_t* block = q + r * k + b * BLOCK;
+      __m512i part = _mm512_dpwssd_epi32(_mm512_setzero_si512(), v[0], load64(block));
+      part = _mm512_dpwssd_epi32(part, v[1], load64(block + HALF));
+      acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part), _mm512_set1_ps(by[r * x.blocks + b]), acc[r]);
+    }
+  }
+  for (int r = 0; r < R; ++r) store(out + r * stride + n, sum16(acc[r]) * widen(scales[n]));
+}
+
+// int4 weights in groups: `pdq::channel_int4` with vectors twice as wide.
+template <int R, bool HALVES, typename S, typename O>
+inline void channel_int4(const Activations& x, int64_t from, const Groups& g, const uint8_t* w, const S* scales,
+                         int64_t n, float* room, O* out, int64_t stride) {
+  const int64_t k = x.k, whole = k / BLOCK;
+  const int16_t* q = x.q.data() + from * k;
+  float start[R];
+  scales_int4<R>(x, from, g, scales, n, room, start);
+  __m512 acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = _mm512_setzero_ps();
+  for (int64_t b = 0; b < whole; ++b) {
+    __m512i v[2];
+    words_int4(w + n * (k / 2) + b * (BLOCK / 2), v);
+    for (int r = 0; r < R; ++r) {
+      const int16_t* block = q + r * k + b * BLOCK;
+      const float* by = room + r * g.units;
+      const __m512i first = _mm512_dpwssd_epi32(_mm512_setzero_si512(), v[0], load64(block));
+      if constexpr (HALVES) {
+        const __m512i second = _mm512_dpwssd_epi32(_mm512_setzero_si512(), v[1], load64(block + HALF));
+        acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(first), _mm512_set1_ps(by[2 * b]), acc[r]);
+        acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(second), _mm512_set1_ps(by[2 * b + 1]), acc[r]);
+      } else {
+        const __m512i both = _mm512_dpwssd_epi32(first, v[1], load64(block + HALF));
+        acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(both), _mm512_set1_ps(by[b]), acc[r]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) store(out + r * stride + n, sum16(acc[r]) + start[r]);
+}
+
+}  // namespace pdq::wide
+#endif

@@ -1,0 +1,130 @@
+"""What an evaluation is about, how much of everything it takes, and the steps in their order with why each matters."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from pdq_tui.core.policy import Policy
+from pdq_tui.core.protocol import Load
+from pdq_tui.core.workload import Workload
+from pdq_tui.judge.traffic import Shape
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """``selection_blocks`` and ``blocks`` of the two runs. ``small_windows`` decide who is measured at all, ``windows``
+    what is reported; each is ``window_tokens`` long (prefill path), or as many and ``new_tokens`` forced ones (decode)."""
+
+    name: str
+    selection_blocks: int
+    blocks: int
+    small_windows: int
+    windows: int
+    window_tokens: int
+    new_tokens: int
+    keep_uniform: int = 3
+    keep_staged: int = 2
+
+
+PLANS: Final = {
+    p.name: p
+    for p in (
+        Plan(
+            name="quick",
+            selection_blocks=3,
+            blocks=10,
+            small_windows=4,
+            windows=8,
+            window_tokens=256,
+            new_tokens=24,
+        ),
+        Plan(
+            name="full",
+            selection_blocks=6,
+            blocks=30,
+            small_windows=8,
+            windows=24,
+            window_tokens=512,
+            new_tokens=128,
+        ),
+    )
+}
+
+#: The unquantized base first: every quality is against it.
+BASE: Final = "bf16"
+UNIFORM: Final = (BASE, "int8", "w8a8", "int4")
+STAGED: Final = ("w8a8-prefill-int4-decode", "w8a8-prefill-int8-decode", "bf16-prefill-int4-decode")
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a resumed evaluation must not change. ``uniform[0]`` is the base. ``gate``: a preset's name."""
+
+    model: str
+    load: Load
+    uniform: tuple[Policy, ...]
+    staged: tuple[Policy, ...]
+    workload: Workload
+    traffic: tuple[Shape, ...]
+    traffic_name: str
+    plan: Plan
+    gate: str
+    min_effect: float
+    seed: int = 0
+
+    @property
+    def base(self) -> Policy:
+        return self.uniform[0]
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        return (*self.uniform, *self.staged)
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    title: str
+    why: str
+
+
+STEPS: Final = (
+    Step(
+        name="conditions",
+        title="Conditions",
+        why="figures hold for this device, these versions and these kernels; who cannot run here is said before anything is measured",
+    ),
+    Step(
+        name="bottleneck",
+        title="Where the time goes",
+        why="staging cannot gain more than the smaller stage's share; below the least effect that matters nothing else needs measuring",
+    ),
+    Step(
+        name="selection",
+        title="Who is worth confirming",
+        why="the best of many looks better than it is: who is kept here is measured again on fresh data",
+    ),
+    Step(
+        name="small_quality",
+        title="Quality, small",
+        why="a policy that answers otherwise need not be timed",
+    ),
+    Step(
+        name="confirmation",
+        title="Staged timing",
+        why="the only timing that is reported: interleaved, with the reference as its own rival",
+    ),
+    Step(
+        name="quality",
+        title="Quality, held out",
+        why="other windows than those that selected; along the answer, so that the guilty stage shows",
+    ),
+)
+
+#: What a whole protocol has and this version does not: said in every verdict.
+NOT_TESTED: Final = {
+    "task set": "divergence does not rank near-lossless policies",
+    "load": "throughput under rising concurrency and its knee",
+    "soak": "hours of running: drift of time, memory and answers",
+    "abnormal inputs": "empty, blank, too long, cancelled and broken requests",
+    "energy": "needs a counter and windows of one stage",
+}

@@ -1,0 +1,358 @@
+"""An evaluation as a page that people read: the word, its gates, then the evidence by the question that it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pdq_tui.core.metrics import METRICS, MISSING, format_bytes
+from pdq_tui.judge.plan import STEPS, Spec
+from pdq_tui.judge.verdict import Verdict, break_even_sentences
+from pdq_tui.report.page import Page, Table
+from pdq_tui.report.pages import facts, formulas
+
+Json = Mapping[str, Any]
+_MARKS: Final = {
+    "pass": "✓ pass",
+    "fail": "✗ FAIL",
+    "unsure": "? unsure",
+    "not informative": "? not informative",
+    "shown": "shown",
+    "not tested": "– not tested",
+}
+#: TTFT stands for prefill: they are the same here, nothing queues.
+_SHOWN: Final = ("e2e_ms", "ttft_ms", "tpot_ms")
+LEGEND: Final = (
+    "A ratio is the geometric mean over blocks in which the policies take turns, staged / uniform; its interval is over "
+    "blocks. better or worse: the interval excludes 1 and the difference exceeds the threshold (the smallest effect that "
+    "matters, or what the control differs from itself here, whichever is larger); same: it lies inside the threshold; unsure: "
+    "anything else. In the map, * marks an interval that excludes 0, ~ a length beyond the measured one. Intervals of quality "
+    "are bootstrapped over windows; a gate of quality looks at the upper bound. n/a has its reason beside it or in the notes."
+)
+
+
+def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict) -> Page:
+    """``found``: what the finished steps said, by name."""
+    about = f" about {v.staged}" if v.staged else ""
+    region = f" ({v.region})" if v.region else ""
+    tables = [_gates(v)]
+    if "bottleneck" in found:
+        tables.append(_bottleneck(found["bottleneck"]))
+    if "confirmation" in found:
+        c = found["confirmation"]
+        tables += [_crossover(c), _ratios(c)]
+    for name, title in (
+        ("quality", "quality held?"),
+        ("small_quality", "quality held? (the small set alone)"),
+    ):
+        if name in found:
+            windows = found.get("conditions", {}).get("windows")
+            tables += [_quality(found[name], f"3. {title}", windows), _positions(found[name])]
+            break
+    if "confirmation" in found:
+        tables.append(_map(found["confirmation"]))
+    if "conditions" in found:
+        tables.append(_cost(spec, found["conditions"]))
+    tables += [_confounders(spec, found), _steps(found)]
+    return Page(
+        title=f"Evaluation of {spec.model}",
+        headline=f"{v.word}{about}{region}. {'. '.join(v.because)}.",
+        facts=_facts(spec, found, v),
+        tables=tables,
+        notes=_notes(found, v),
+        formulas=formulas([*_SHOWN, "prefill_mfu", "mbu", "prefill_explained", "decode_explained"]),
+        legend=LEGEND,
+    )
+
+
+def _facts(spec: Spec, found: Mapping[str, Json], v: Verdict) -> list[tuple[str, str]]:
+    shown: list[tuple[str, str]] = []
+    if "conditions" in found:
+        doc, timing = dict(found["conditions"]), found.get("confirmation", {})
+        # The blocks and clocks that the figures come from, not those of a step that times nothing.
+        doc["workload"] = {**(doc.get("workload") or {}), "blocks": timing.get("blocks", 0)}
+        doc["device"] = {**(doc.get("device") or {}), "clocks": timing.get("clocks")}
+        shown = facts(doc)
+    return [
+        *shown,
+        ("plan", spec.plan.name),
+        ("traffic", spec.traffic_name),
+        ("against", ", ".join(v.against) or MISSING),
+        ("quality gate", spec.gate),
+        ("smallest effect that matters", f"{spec.min_effect * 100:g} %"),
+    ]
+
+
+def _notes(found: Mapping[str, Json], v: Verdict) -> list[str]:
+    left_out = found.get("selection", {}).get("left_out", {})
+    failed = found.get("small_quality", {}).get("failed", [])
+    return [
+        *break_even_sentences(found),
+        *(f"for a better word: {what}" for what in v.to_change),
+        *(f"not tested: {what} ({why})" for what, why in v.not_tested.items()),
+        *(f"left out after selection: {n}, {why}" for n, why in left_out.items()),
+        *(f"left out after the small quality set: {n}" for n in failed),
+        *(
+            f"cannot run here: {n}: {why}"
+            for n, why in found.get("conditions", {}).get("refused", {}).items()
+        ),
+        *found.get("confirmation", {}).get("warnings", []),
+        v.holds,
+    ]
+
+
+def _gates(v: Verdict) -> Table:
+    rows = [[g.name, g.limit, g.measured, _MARKS[g.result], g.reason or ""] for g in v.gates]
+    return Table(title="gates", columns=["gate", "limit", "measured", "result", "why"], rows=rows, left=5)
+
+
+# -- the five questions ------------------------------------------------------------------------------------------------
+
+
+def _bottleneck(b: Json) -> Table:
+    decode = 1 - b["prefill"]
+    rows = [
+        _stage("prefill", b["prefill_ms"], b["prefill"], b, "prefill_mfu", "prefill_explained"),
+        _stage("decode", b["decode_ms"], decode, b, "mbu", "decode_explained"),
+    ]
+    footer = [
+        f"most that staging can gain over the best uniform, by the base's shares (Amdahl): {b['most_gain']:.1%}",
+        *(f"{METRICS[m].short}: n/a ({b[f'{m}_reason']})" for m in METRICS if b.get(f"{m}_reason")),
+    ]
+    if b["extrapolated"]:
+        at = b.get("measured") or {}
+        footer.append(
+            f"estimated from one measured length (prompt {at.get('prompt', '?')}, output {at.get('output', '?')}): "
+            "prefill taken as linear in the prompt, a token as constant"
+        )
+    return Table(
+        title=f"1. different bottlenecks? Where the time goes: {b['traffic']}, {b['base']}",
+        columns=[
+            "stage",
+            "time",
+            "share",
+            "speed-up if it took no time",
+            "use of its limit",
+            "explained share",
+        ],
+        rows=rows,
+        footer=footer,
+    )
+
+
+def _stage(name: str, ms: float, share: float, b: Json, use: str, explained: str) -> list[str]:
+    used = MISSING if b.get(use) is None else f"{METRICS[use].short} {b[use]:.0%}"
+    known = MISSING if b.get(explained) is None else f"{b[explained]:.0%}"
+    bound = MISSING if share >= 1 else f"×{1 / (1 - share):.2f}"
+    return [name, f"{ms / 1e3:.2f} s", f"{share:.1%}", bound, used, known]
+
+
+def _crossover(c: Json) -> Table:
+    words = {True: "yes: one stage wins, the other loses", False: "no", None: "cannot be told"}
+    rows = [
+        [x["uniform"], x["base"], *(_ratio_cell(x[s]) for s in ("prefill", "decode")), words[x["crosses"]]]
+        for x in c["crossover"]
+    ]
+    footer = [
+        "where no uniform crosses, one width wins both stages, and staging can pay by memory or quality only"
+    ]
+    if not rows:
+        footer = ["only the base was kept: there is no second width to compare"]
+    return Table(
+        title="2. does one width for both waste something? Each kept uniform against the base, by stage",
+        columns=["uniform", "base", "TTFT", "TPOT", "crossover"],
+        rows=rows,
+        left=5,
+        footer=footer,
+    )
+
+
+def _ratio_cell(r: Json) -> str:
+    return MISSING if r["ratio"] is None else f"×{r['ratio']:.3f} {_interval(r)} {r['judgement']}"
+
+
+def _interval(r: Json) -> str:
+    return f"[{r['ci95'][0]:.3f}, {r['ci95'][1]:.3f}]" if r["ci95"] else MISSING
+
+
+def _ratios(c: Json) -> Table:
+    rows = [
+        [
+            r["arm"],
+            r["reference"],
+            METRICS[r["metric"]].short,
+            MISSING if r["ratio"] is None else f"×{r['ratio']:.3f}",
+            _interval(r),
+            r["judgement"] + (f" ({r['reason']})" if r["judgement"] == "unsure" and r["reason"] else ""),
+        ]
+        for r in c["ratios"]
+        if r["metric"] in _SHOWN and r["arm"] in c["staged"]
+    ]
+    floor = (c.get("noise_floor") or {}).get("e2e_ms")
+    return Table(
+        title="3. does staging gain? Staged against each kept uniform (a fresh run, one request at a time)",
+        columns=["staged", "uniform", "metric", "ratio", "95 % CI", "judgement"],
+        rows=rows,
+        left=3,
+        footer=[
+            f"{c['blocks']} blocks; the control differed from itself by up to "
+            f"{MISSING if floor is None else f'{floor:.1%}'} in E2E; throughput under load was not measured"
+        ],
+    )
+
+
+def _quality(q: Json, title: str, windows: Json | None) -> Table:
+    rows = []
+    footer = ["KLD over the full vocabulary; the task set that near-lossless policies need was not run"]
+    if windows:
+        footer.insert(
+            0,
+            f"windows of {windows['prefill']} tokens, second half compared (prefill path); "
+            f"{windows['decode']} of prompt and {windows['new_tokens']} forced, one at a time (decode path)",
+        )
+    for name, paths in q["paths"].items():
+        for path in paths:
+            kld, top, ppl = path["kld"], path["same_top1"], path["ppl_ratio"]
+            rows.append(
+                [
+                    name,
+                    path["path"],
+                    path["forced"],
+                    _estimate(kld, "{:.4f}"),
+                    _estimate(top, "{:.3f}"),
+                    _estimate(ppl, "{:.4f}"),
+                    str(kld["windows"]),
+                ]
+            )
+    return Table(
+        title=f"{title} Divergence from the base",
+        columns=["policy", "path", "forced", "KLD nats", "same top-1", "PPL ratio", "windows"],
+        rows=rows,
+        left=3,
+        footer=footer,
+    )
+
+
+def _positions(q: Json) -> Table:
+    """KLD along the answer, at powers of two."""
+    rows, shown = [], []
+    for name, paths in q["paths"].items():
+        for path in paths:
+            if path["path"] != "decode" or path["forced"] != "text":
+                continue
+            by = dict(path["by_position"])
+            shown = [at for at in sorted(by) if at == 0 or (at + 1) & at == 0]
+            rows.append([name, *(_with_interval(by[at]) for at in shown)])
+    return Table(
+        title="KLD by position of the answer (forced text), nats",
+        columns=["policy", *(str(at + 1) for at in shown)],
+        rows=rows,
+        footer=["position 1 is the first token: prefill's own error; behind it decode's comes in"],
+    )
+
+
+def _with_interval(e: Json) -> str:
+    return _estimate(e, "{:.3f}")
+
+
+def _map(c: Json) -> Table:
+    outputs = sorted({cell["output"] for cell in c["map"]})
+    pairs = list(dict.fromkeys((cell["staged"], cell["uniform"]) for cell in c["map"]))
+    by = {(cell["staged"], cell["uniform"], cell["output"]): cell for cell in c["map"]}
+    rows = [[staged, uniform, *(_cell(by[staged, uniform, n]) for n in outputs)] for staged, uniform in pairs]
+    prompts = sorted({(cell["prompt"], cell["batch"]) for cell in c["map"]})
+    where = "; ".join(f"prompt {p}, batch {b}" for p, b in prompts)
+    return Table(
+        title=f"4. where is it significant? Time of a request, staged minus uniform, ms, by answer length ({where})",
+        columns=["staged", "uniform", *map(str, outputs)],
+        rows=rows,
+        left=2,
+        footer=[
+            "* the 95 % interval excludes 0; ~ beyond the measured length (extrapolated)",
+            "other prompt lengths, batches and concurrency were not measured",
+        ],
+    )
+
+
+def _cell(cell: Json) -> str:
+    ci = cell["ci95"]
+    clear = "*" if ci and (ci[0] > 0 or ci[1] < 0) else ""
+    return f"{cell['delta_ms']:+.0f}{clear}{'~' if cell['extrapolated'] else ''}"
+
+
+def _cost(spec: Spec, c: Json) -> Table:
+    """Counted, not scored."""
+    rows = []
+    for policy in spec.policies:
+        w, op = c["weights"].get(policy.name), c.get("operation", {}).get(policy.name)
+        if w is None or op is None:
+            continue
+        kernels = {k for names in op["kernels"].values() for k in names}
+        rows.append(
+            [
+                policy.name,
+                policy.storage,
+                str(2 if policy.staged else 1),
+                format_bytes(w["stored_bytes"]),
+                format_bytes(w["extra_bytes"]),
+                str(len(kernels)),
+                str(sum(f.get("modules", 1) for f in c["fallbacks"].get(policy.name, []))),
+            ]
+        )
+    return Table(
+        title="5. what does it cost? Counted on this machine",
+        columns=[
+            "policy",
+            "storage",
+            "stage formats",
+            "weights",
+            "extra for staging",
+            "kernels",
+            "fallbacks",
+        ],
+        rows=rows,
+        left=2,
+        footer=["serving engines, deployment and roll-back were not tried; hours of work are not estimated"],
+    )
+
+
+def _confounders(spec: Spec, found: Mapping[str, Json]) -> Table:
+    c = found.get("confirmation", {})
+    other = c.get("other_load")
+    load = "not seen by the sensors" if other is None else f"others had {other:.0%} of the CPU time (median)"
+    kv = sorted({f"{p.kv.prefill}/{p.kv.decode}" for p in spec.policies})
+    drifted = sum("drifted" in w for w in c.get("warnings", []))
+    rows = [
+        ["allocation of resources", "one process, the same threads, policies take turns in blocks", load],
+        ["cache policy", f"KV of prefill/decode: {', '.join(kv)} in all policies", "excluded" if len(kv) == 1 else "not excluded"],
+        ["data size", "one prompt length, the built-in texts", "not excluded: one length"],
+        ["concurrency model", f"batch {spec.workload.batch}, one at a time", "not excluded: no load test"],
+        [
+            "clocks and drift",
+            "mirrored blocks cancel a linear drift",
+            f"{drifted} figures drifted by more than 5 %" if c else "not reached",
+        ],
+        ["order of steps", "one engine process: weights and programs are those of the selection", "not excluded"],
+    ]  # fmt: skip
+    return Table(
+        title="what else could explain it",
+        columns=["confounder", "what was done", "state"],
+        rows=rows,
+        left=3,
+    )
+
+
+def _estimate(e: Json, form: str) -> str:
+    if e["value"] is None:
+        return f"{MISSING} ({e['reason']})" if e.get("reason") else MISSING
+    ci = e["ci95"]
+    return form.format(e["value"]) + (f" [{form.format(ci[0])}, {form.format(ci[1])}]" if ci else "")
+
+
+def _steps(found: Mapping[str, Json]) -> Table:
+    rows = []
+    for step in STEPS:
+        f = found.get(step.name)
+        status = "not reached" if f is None else f"stopped: {f['stop']}" if f.get("stop") else "done"
+        rows.append([step.title, status, MISSING if f is None else f"{f['seconds']:.0f} s", step.why])
+    return Table(title="steps", columns=["step", "status", "took", "why it matters"], rows=rows, left=4)

@@ -1,0 +1,164 @@
+"""The whole protocol from the command line on a tiny model with the real engine: its verdict, and going on after an end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_gear import PATIENCE_S, Pdq, environment
+
+STAGED = "bf16-prefill-int4-decode"
+SMALL = (
+    "--in", "16", "--out", "4", "--threads", "1", "--device", "cpu",
+    "--baseline", "bf16", "--baseline", "int4", "--candidate", STAGED, "--gate", "loose",
+)  # fmt: skip
+STEPS = ["conditions", "bottleneck", "selection", "small_quality", "confirmation", "quality"]
+
+
+@pytest.fixture(scope="module")
+def evaluated(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> tuple[Path, Path, dict[str, Any]]:
+    """(home, directory, evaluation.json) of one that was killed after its second step and resumed."""
+    home, place = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("evaluations") / "one"
+    words = [sys.executable, "-m", "pdq_tui", "evaluate", str(tiny_model), *SMALL, "--dir", str(place)]
+    process = subprocess.Popen(
+        words,
+        env=environment(home),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + PATIENCE_S
+    while not (place / "steps" / "bottleneck.json").exists():
+        assert process.poll() is None and time.monotonic() < end, process.communicate()[1]
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    before = {f.name: f.stat().st_mtime_ns for f in (place / "steps").iterdir()}
+    assert {"conditions.json", "bottleneck.json"} <= set(before) < {f"{step}.json" for step in STEPS}
+    done = subprocess.run(
+        [sys.executable, "-m", "pdq_tui", "evaluate", "--resume", "--dir", str(place), "--json"],
+        env=environment(home), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "1/6 Conditions: done before" in done.stderr
+    for name, when in before.items():
+        assert (place / "steps" / name).stat().st_mtime_ns == when, "what is done is not done again"
+    return home, place, json.loads(done.stdout)
+
+
+def test_a_killed_evaluation_goes_on_and_ends_in_a_verdict(
+    evaluated: tuple[Path, Path, dict[str, Any]],
+) -> None:
+    _, place, body = evaluated
+    assert [s["name"] for s in body["steps"]] == STEPS
+    assert body["verdict"]["word"] in ("ONLY-IF", "NO-GO", "UNSURE", "NOT INFORMATIVE", "ENGINE-LIMITED")
+    assert body["verdict"]["because"] and body["verdict"]["not_tested"]
+    assert body == json.loads((place / "evaluation.json").read_text())
+    text = (place / "report.md").read_text()
+    assert body["verdict"]["word"] in text and "Where the time goes" in text
+
+
+def test_every_step_left_its_evidence(evaluated: tuple[Path, Path, dict[str, Any]]) -> None:
+    _, place, body = evaluated
+    found = body["found"]
+    assert 0 < found["bottleneck"]["prefill"] < 1
+    assert found["selection"]["staged"] == [STAGED] and found["selection"]["best_uniform"] in ("bf16", "int4")
+    small = found["small_quality"]["paths"][STAGED]
+    assert [(p["path"], p["forced"]) for p in small] == [
+        ("prefill", "text"),
+        ("decode", "text"),
+        ("decode", "sample"),
+    ]
+    # Its prefill is the base's own: no divergence there, and none in the first token of an answer.
+    assert small[0]["kld"]["value"] == 0.0 and dict(small[1]["by_position"])[0]["value"] == 0.0
+    assert small[1]["kld"]["value"] > 0.0
+    assert (
+        found["confirmation"]["blocks"] >= 10 and found["confirmation"]["noise_floor"]["e2e_ms"] is not None
+    )
+    arms = [arm["label"] for arm in found["confirmation"]["arms"]]
+    assert arms[0] == found["confirmation"]["reference"] and set(arms) == named(found), "and nobody else"
+    journals = [*place.glob("runs/*/events.jsonl")]
+    assert len(journals) == 2, "one engine for all steps of a sitting, and there were two sittings"
+
+
+def named(found: dict[str, Any]) -> set[str]:
+    timing = found["confirmation"]
+    return {*timing["uniform"], *timing["staged"], *found["selection"]["also_measured"]}
+
+
+def test_ctrl_c_gives_up_the_step_alone_and_says_how_to_go_on(tmp_path: Path, tiny_model: Path) -> None:
+    place = tmp_path / "e"
+    words = [
+        sys.executable,
+        "-m",
+        "pdq_tui",
+        "evaluate",
+        str(tiny_model),
+        *SMALL,
+        "--plan",
+        "full",
+        "--dir",
+        str(place),
+    ]
+    process = subprocess.Popen(
+        words,
+        env=environment(tmp_path),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + PATIENCE_S
+    while not (place / "steps" / "selection.json").exists():
+        assert process.poll() is None and time.monotonic() < end, process.communicate()[1]
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, err
+    assert f"--resume --dir {place}" in err and "Traceback" not in err and out == ""
+    kept = {f.stem for f in (place / "steps").iterdir()}
+    assert {"conditions", "bottleneck", "selection"} <= kept < set(STEPS)
+    assert not (place / "evaluation.json").exists()
+
+
+def test_an_evaluation_is_begun_once_and_named_where_it_cannot_be(
+    evaluated: tuple[Path, Path, dict[str, Any]], pdq: Pdq, tmp_path: Path, tiny_model: Path
+) -> None:
+    _, place, _ = evaluated
+    again = pdq("evaluate", str(tiny_model), *SMALL, "--dir", str(place))
+    assert (again.returncode, "--resume" in again.stderr) == (2, True)
+    for words, sentence in (
+        (("--resume",), "--resume needs --dir"),
+        (("--resume", "--dir", str(tmp_path)), "there is no evaluation"),
+        (("--plan", "long"), "legal: quick, full"),
+        (("--gate", "any"), "legal: strict, standard, loose"),
+        (("--baseline", STAGED), "--baseline takes uniform policies"),
+        (("--traffic", "nothing.csv"), "is no preset"),
+    ):
+        done = pdq("evaluate", str(tiny_model), *words)
+        assert done.returncode == 2 and sentence in done.stderr, (words, done.stderr)
+        assert "Traceback" not in done.stderr
+
+
+def test_traffic_without_decode_needs_no_measuring_of_staging(
+    pdq: Pdq, tmp_path: Path, tiny_model: Path
+) -> None:
+    traffic = tmp_path / "t.csv"
+    traffic.write_text("prompt_tokens,output_tokens\n16,1\n")
+    place = tmp_path / "e"
+    done = pdq("evaluate", str(tiny_model), *SMALL, "--traffic", str(traffic), "--dir", str(place), "--json")
+    assert done.returncode == 0, done.stderr
+    body = json.loads(done.stdout)
+    assert body["verdict"]["word"] == "NO-GO"
+    assert "no staging can gain more than 0.0%" in body["verdict"]["because"][0]
+    assert not (place / "steps" / "selection.json").exists()

@@ -1,0 +1,93 @@
+"""The live panels' rows: what must be read whole is read whole, at the widths that the layouts give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fake_views import BASE, STAGED, STATS_A, STATS_B, arm_view, make_view, ratio
+
+from pdq_tui.core.formats import formats
+from pdq_tui.core.kernels import load_kernels
+from pdq_tui.core.policy import Policy, StagePolicy
+from pdq_tui.core.stats import Ratio
+from pdq_tui.host.view import SessionView
+from pdq_tui.tui import heading, panels
+from pdq_tui.tui.heading import Look
+from pdq_tui.tui.lines import Row, cells
+
+#: Inside of a stage's panel at 120x36, and of the table at 80x24 and 60x20.
+FULL, MID, SMALL = 42, 78, 58
+KERNELS = sorted({k.name for device in ("cpu", "cuda") for k in load_kernels(device).candidates})
+FORMATS = tuple(formats((64, 128)))
+
+
+def text_of(line: Row) -> str:
+    return "".join(text for text, _ in line)
+
+
+def with_kernel(policy: Policy, name: str) -> SessionView:
+    arm = arm_view("A", policy, STATS_A, 212)
+    assert arm.ready is not None
+    for coverage in arm.ready.coverage.values():
+        coverage.kernels = {name: 210, "linear": 1}
+    return make_view(arms={"A": arm, "B": arm_view("B", BASE, STATS_B, 208)})
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_is_named_whole_in_the_full_layout(kernel: str) -> None:
+    for fmt in FORMATS:
+        stage = StagePolicy(fmt.weights, fmt.activations, fmt.group_size)
+        view = with_kernel(Policy("mine*", stage, stage), kernel)
+        for look in (Look(), Look(plain=True)):
+            shown = text_of(panels.stage_rows(view, "decode", FULL, look)[0])
+            assert cells(shown) <= FULL and shown.rstrip().endswith(f" {kernel}") and fmt.label in shown
+
+
+def test_there_are_kernels_and_a_short_one_stands_beside_its_words() -> None:
+    assert len(KERNELS) > 10
+    shown = text_of(panels.stage_rows(with_kernel(STAGED, "int4pack"), "decode", FULL, Look())[0])
+    assert shown == " policy  A int4-g64  kernels ✓ int4pack"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+@pytest.mark.parametrize("state", ["ready", "pending", "refused"])
+def test_the_reference_is_marked_whatever_its_arm_does(width: int, state: str) -> None:
+    """Also where B stores a second copy, or is being packed; nothing of the line is cut."""
+    arms = {name: arm_view(name, STAGED, STATS_A, 12) for name in "AB"}
+    changes = {"ready": {}, "pending": {"pending": True}, "refused": {"refused": "too large"}}[state]
+    arms = {name: replace(arm, **changes) for name, arm in arms.items()}  # type: ignore[arg-type]
+    line = text_of(heading.policy_line(make_view(arms=arms), width, Look()))
+    assert cells(line) <= width and "~" not in line
+    _, a, b = line.replace(" B ", " A ").split(" A ")
+    for shown in (a, b):
+        assert "w8a8" in shown and "int4-g64" in shown
+    assert ("reference" in b or "base" in b) and "reference" not in a and "base" not in a
+    word = {"ready": "51.5", "pending": "pack", "refused": "refused"}[state]
+    assert word in a and word in b
+
+
+def shown_word(found: Ratio, width: int) -> tuple[str, str]:
+    """The word's text in the stage's own panel and in the table of both."""
+    view = make_view(ratios={"tpot_ms": found})
+    panel = text_of(panels.stage_rows(view, "decode", FULL, Look())[2])
+    table = text_of(panels.both_rows(view, width, Look())[2])
+    return panel[33:].strip(), table[47:].strip()
+
+
+@pytest.mark.parametrize("width", [SMALL, MID])
+def test_a_live_word_stays_with_the_blocks_that_decided_it(width: int) -> None:
+    import msgspec
+
+    decided = ratio("tpot_ms", 0.63, "better")
+    for blocks in (12, 40, 41, 500):
+        panel, table = shown_word(msgspec.structs.replace(decided, blocks=blocks, decided_at=40), width)
+        assert panel == "better@40"
+        assert table == ("better at 40 blocks" if width == MID else "better@40")
+    undecided = ratio("tpot_ms", 0.99, "unsure", provisional=True)
+    assert shown_word(msgspec.structs.replace(undecided, blocks=6), width) == (
+        "prov. 6bl", "not decided at 6 blocks" if width == MID else "prov. 6bl",
+    )  # fmt: skip
+    # After the last look there is no other to wait for.
+    over = msgspec.structs.replace(undecided, provisional=False, blocks=40)
+    assert shown_word(over, width) == ("unsure", "unsure at 40 blocks" if width == MID else "unsure")
