@@ -243,14 +243,16 @@ def test_a_ring_and_its_mask(made: Codec) -> None:
 
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     real = kv_native.attend
-    assert kv_native.right(Int8(64), torch.float32)
+    assert kv_native.wrong_with(Int8(64), torch.float32) is None
     monkeypatch.setattr(kv_native, "attend", lambda *given: real(*given) * 1.1)
-    assert not kv_native.right(Int8(64), torch.float32)
+    assert kv_native.wrong_with(Int8(64), torch.float32) == "its attention is off by 0.1"
     monkeypatch.setattr(kv_native, "_tried", {})
     assert kv_native.why_not(Int8(64), torch.float32, CPU) == "our own kernel was not tried here"
     monkeypatch.setattr(kernels, "probe_in_child", lambda jobs, poll: [])  # it died at the first
     kernels.Prober().try_caches([Int8(64)], torch.float32)
-    assert kv_native.why_not(Int8(64), torch.float32, CPU) == "our own kernel fails or is wrong here"
+    assert kv_native.why_not(Int8(64), torch.float32, CPU) == (
+        "our own kernel does not work here: it ended the process"
+    )
     assert not KvStore(Int8(64), 1, 1, 1, 8, CPU, torch.float32).own_kernel
 
 

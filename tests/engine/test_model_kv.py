@@ -125,7 +125,7 @@ def reference(
             columns = torch.arange(length)[None, :]
             positions = (columns - pads[:, None]).clamp(min=0)[:, -given.shape[1] :]
             mask = (columns >= pads[:, None]).long()
-            found.append(call.logits(model, given, mask, positions, cache))
+            found.append(call.logits(model, given, mask, positions, cache)[:, -1])
             if step == 0:
                 cache.handoff()
     return torch.stack(found)
