@@ -40,7 +40,6 @@ SCHEMA: Final = 1
 STAGES: Final[tuple[Stage, Stage]] = ("prefill", "decode")
 
 STORAGE: Final = ("uniform", "shared", "nested", "transient", "dual")
-IMPLEMENTED_STORAGE: Final = ("uniform", "shared", "dual")
 ON_FALLBACK: Final = ("warn", "fail")
 ON_MISFIT: Final = ("smaller-group", "pad", "leave")
 MIXED: Final = ("split", "prefill", "decode")
@@ -126,12 +125,10 @@ class Policy(msgspec.Struct, frozen=True):
         """The same policy with one stage replaced: named after what it does, marked unsaved with a trailing *."""
         prefill = value if stage == "prefill" else self.prefill
         decode = value if stage == "decode" else self.decode
-        policy = msgspec.structs.replace(self, prefill=prefill, decode=decode)
+        storage = stored_as(prefill.format, decode.format, self.storage)
+        policy = msgspec.structs.replace(self, prefill=prefill, decode=decode, storage=storage)
         return msgspec.structs.replace(
-            policy,
-            name=policy.natural_name + "*",
-            summary="unsaved, made in the app",
-            storage=natural_storage(prefill.format, decode.format),
+            policy, name=policy.natural_name + "*", summary="unsaved, made in the app"
         )
 
     def with_kv(self, kv: KvPolicy) -> Policy:
@@ -146,14 +143,30 @@ class Policy(msgspec.Struct, frozen=True):
         """What the policy does with weights and KV cache, as a legal name."""
         prefill, decode = self.prefill.format.label, self.decode.format.label
         name = prefill if self.prefill == self.decode else f"{prefill}-prefill-{decode}-decode"
+        if self.storage == "transient":
+            name = f"transient-{name}"
         return name + self.kv.suffix
 
 
 def natural_storage(prefill: Format, decode: Format) -> str:
-    """The storage class that two formats need: one set of bytes (uniform or shared) or two (dual)."""
+    """The storage class that two formats need: one set of bytes (uniform or shared), one that a stage reads half of
+    (nested), or two (dual)."""
     if prefill == decode:
         return "uniform"
-    return "shared" if prefill.storage_key == decode.storage_key else "dual"
+    if prefill.storage_key == decode.storage_key:
+        return "shared"
+    return "nested" if {prefill.weights, decode.weights} == {"nested16", "int8"} else "dual"
+
+
+def can_be_transient(prefill: Format, decode: Format) -> bool:
+    """May prefill dequantize what decode reads, one layer at a time? Where both are the same 4-bit weights."""
+    return prefill == decode and prefill.kind.groups and prefill.activations == "model"
+
+
+def stored_as(prefill: Format, decode: Format, declared: str) -> str:
+    """The storage class of two formats, where ``declared`` is what a policy said before: transient stays where it can."""
+    natural = natural_storage(prefill, decode)
+    return declared if declared == "transient" and can_be_transient(prefill, decode) else natural
 
 
 # -- TOML ------------------------------------------------------------------------------------------------------------
@@ -312,13 +325,14 @@ def parse_policy(text: str, origin: str = "policy") -> Policy:
     prefill = r.format(r.table(doc, "prefill", _STAGE), "prefill.")
     decode = r.format(r.table(doc, "decode", _STAGE), "decode.")
     storage = r.choice(doc, "storage", STORAGE, natural_storage(prefill, decode))
-    if storage not in IMPLEMENTED_STORAGE:
+    needed = stored_as(prefill, decode, storage)
+    if storage == "transient" != needed:
         raise r.fail(
             "storage",
-            f"{storage!r} is not supported by this version",
-            f"legal here: {', '.join(IMPLEMENTED_STORAGE)}",
+            f"is {storage!r}, which needs the same 4-bit weights in both stages: prefill dequantizes them one layer at a"
+            f" time; here they are {prefill.label} and {decode.label}",
+            f'write storage = "{needed}", or the same weights = "int4", "nf4" or "fp4" in both stages',
         )
-    needed = natural_storage(prefill, decode)
     if storage != needed:
         raise r.fail(
             "storage",
@@ -358,7 +372,7 @@ def policy_to_toml(policy: Policy) -> str:
     doc["name"] = policy.name.rstrip("*")
     doc["summary"] = policy.summary
     doc["storage"] = policy.storage
-    doc["storage"].comment(f"{' | '.join(IMPLEMENTED_STORAGE)}: declared and checked")
+    doc["storage"].comment(f"{' | '.join(STORAGE)}: declared and checked")
     doc["on_fallback"] = policy.on_fallback
     doc["on_misfit"] = policy.on_misfit
     doc["on_misfit"].comment(f"{' | '.join(ON_MISFIT)}: when a group size does not divide a layer")

@@ -8,8 +8,8 @@ from typing import Final
 
 import msgspec
 
-from pdq_tui.core.formats import GROUP_SIZES, Format, packed_bytes
-from pdq_tui.core.kernels import ASSUMED_FEATURES, Capability, KernelTable
+from pdq_tui.core.formats import GROUP_SIZES, Format, own_bytes, packed_bytes, stored_parts
+from pdq_tui.core.kernels import ASSUMED_FEATURES, Capability, KernelTable, uses_of
 from pdq_tui.core.kv import sliding_words
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.shapes import Linear, Shapes
@@ -163,7 +163,7 @@ def _stage(
     for layer in shapes.linears:
         wanted = policy.format_for(layer.name, stage)
         _runs(wanted, policy, stage, shapes, table, capability)
-        used, layout, reason = _fit(wanted, policy, layer, shapes, table, capability, rows)
+        used, layout, reason = _fit(wanted, policy, stage, layer, shapes, table, capability, rows)
         if reason is None and used.dense and not policy.stage(stage).format.dense:
             reason = "kept in the model's dtype by the policy or, as the head, unless named"
         if reason is not None:
@@ -174,7 +174,9 @@ def _stage(
             converted += layer.parameters
             converted_bytes += size
         if not (layer.tied and used.dense):  # a tied head is the embedding's bytes
-            packed[layer.name, used.storage_key] = size
+            for part, _ in stored_parts(used):
+                one = own_bytes(part, layer.N, layer.K, shapes.dtype_bytes, layout)
+                packed[layer.name, part.storage_key] = one * layer.experts
     prediction = StagePrediction(
         bytes=sum(packed.values()),
         converted_parameters=converted,
@@ -206,6 +208,7 @@ def _runs(
 def _fit(
     wanted: Format,
     policy: Policy,
+    stage: Stage,
     layer: Linear,
     shapes: Shapes,
     table: KernelTable,
@@ -228,7 +231,9 @@ def _fit(
         if fmt.group_size and layer.K % fmt.group_size and policy.on_misfit != "pad":
             continue
         k = layer.K + (-layer.K % fmt.group_size if fmt.group_size else 0)
-        choice = table.place(fmt, layer.N, k, rows, dtype, capability)
+        use, beside = (each and each.grouped(fmt.group_size) for each in uses_of(policy, layer.name, stage))
+        assert use is not None
+        choice = table.place(use, layer.N, k, rows, dtype, capability, beside=beside)
         if choice.candidate is not None:
             return fmt, choice.candidate.layout, None
         reason = choice.reasons[-1]

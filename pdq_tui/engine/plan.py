@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from pdq_tui.core.formats import GROUP_SIZES, Format
-from pdq_tui.core.kernels import Candidate, Capability, KernelTable
+from pdq_tui.core.kernels import Candidate, Capability, KernelTable, uses_of
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.protocol import Coverage, Fallback, LeftModule, WeightsInfo
 from pdq_tui.engine.census import Census, Fused, Layer
@@ -45,6 +45,14 @@ class Placement:
     def as_written(self) -> bool:
         """True where the policy's format runs as it is written; columns of zeros do not change it."""
         return self.fallback is None or (self.spec.fmt == self.wanted and self.spec.k != self.spec.K)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of the memory that its weights are dequantized into, which all layers share; 0 where they are not."""
+        if not self.candidate.widens:
+            return 0
+        wide = torch.float32 if self.candidate.arithmetic == "fp32" else self.spec.dtype
+        return self.spec.N * self.spec.k * wide.itemsize
 
 
 class Plan(msgspec.Struct, kw_only=True):
@@ -155,7 +163,13 @@ class Planner:
         bad = {name: why for (name, d, n, kk), why in broken.items() if (d, n, kk) == (own, layer.N, layer.K)}
         used, k, reason = _fit_groups(wanted, layer.K, policy.on_misfit)
         if used is not None:
-            choice = self.table.place(used, layer.N, k, rows, self._dtype_name(used), self.capability, bad)
+            use, beside = (
+                each and each.grouped(used.group_size) for each in uses_of(policy, layer.name, stage)
+            )
+            assert use is not None
+            choice = self.table.place(
+                use, layer.N, k, rows, self._dtype_name(used), self.capability, bad, beside
+            )
             if choice.candidate is not None:
                 spec = Spec(used, choice.candidate.layout, layer.N, layer.K, k, self.dtype, layer.experts)
                 missed = choice.passed_over[1] if choice.passed_over else None
@@ -250,7 +264,7 @@ def weights_of(
                 continue
             if p.layer.tied and _plain(p):
                 continue  # the embedding's own bytes
-            stored[stage][p.layer.name, p.spec.key] = p.spec.nbytes
+            stored[stage] |= {(p.layer.name, part.key): part.own_bytes for part in p.spec.parts}
     prefill, decode = (sum(stored[s].values()) for s in STAGES)
     union = sum((stored["prefill"] | stored["decode"]).values())
     bits: dict[str, float | None] = {
@@ -267,6 +281,9 @@ def weights_of(
         extra_bytes=union - max(prefill, decode),
         kept_bytes=kept,
         bits_per_weight=bits,
+        scratch_bytes=max(
+            (p.scratch_bytes for placements in by_stage.values() for p in placements), default=0
+        ),
     )
 
 

@@ -396,4 +396,9 @@ class StagedArm:
 
 
 def _wanted(by_stage: dict[Stage, list[Placement]]) -> dict[Key, tuple[Layer, Spec]]:
-    return {(p.layer.name, p.spec.key): (p.layer, p.spec) for stage in STAGES for p in by_stage[stage]}
+    return {
+        (p.layer.name, part.key): (p.layer, part)
+        for stage in STAGES
+        for p in by_stage[stage]
+        for part in p.spec.parts
+    }

@@ -59,7 +59,7 @@ class WeightStore:
     def new_bytes(self, wanted: Mapping[Key, tuple[Layer, Spec]]) -> int:
         """Bytes that packing what is missing will allocate."""
         return sum(
-            spec.nbytes
+            spec.own_bytes
             for key, (layer, spec) in wanted.items()
             if key not in self and not self.shares(layer, spec)
         )
@@ -103,20 +103,28 @@ class WeightStore:
     ) -> int:
         """Pack what is not there. Returns how many layers were packed. Raises Cancelled; what is done stays."""
         missing = [(key, layer, spec) for key, (layer, spec) in wanted.items() if key not in self]
-        total = float(sum(spec.nbytes for _, _, spec in missing))
+        total = float(sum(spec.own_bytes for _, _, spec in missing))
         done = 0.0
         for key, layer, spec in missing:
             progress(done, total, f"{spec.fmt.label} {layer.name}")
             shared = self.shares(layer, spec)
-            self._entries[key] = (
-                pack_stack(spec, partial(self.master, layer), self.device, cancelled, shared)
-                if spec.stack
-                else pack(spec, self.master(layer), self.device, cancelled, shared)
-            )
-            done += spec.nbytes
+            base = self._base(layer, spec)
+            if spec.stack:
+                assert base is None or isinstance(base, PackedStack)
+                masters = partial(self.master, layer)
+                self._entries[key] = pack_stack(spec, masters, self.device, cancelled, shared, base)
+            else:
+                assert base is None or isinstance(base, Packed)
+                self._entries[key] = pack(spec, self.master(layer), self.device, cancelled, shared, base)
+            done += spec.own_bytes
         if missing:
             progress(total, total, "packed")
         return len(missing)
+
+    def _base(self, layer: Layer, spec: Spec) -> Packed | PackedStack | None:
+        """The packed weights that ``spec`` builds upon; they stand before it in what is wanted."""
+        below = spec.parts[:-1]
+        return self._entries[layer.name, below[-1].key] if below else None
 
     def master(self, layer: Layer, expert: int | None = None) -> Tensor:
         """[N, K] in the model's dtype, a view where the parameter is kept [K, N]; of ``expert`` where there are several."""

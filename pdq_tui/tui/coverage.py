@@ -42,6 +42,8 @@ def _ready_lines(ready: ArmReady) -> list[Line]:
         if weights.extra_bytes
         else "no extra bytes"
     )
+    if weights.scratch_bytes:
+        extra += f", {format_bytes(weights.scratch_bytes)} to dequantize one layer at a time"
     lines = [
         Line.of(
             f"  weights {format_bytes(weights.stored_bytes)} stored, {extra}; "

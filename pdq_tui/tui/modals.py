@@ -29,6 +29,7 @@ def stage_choices(policy: Policy, stage: Stage, refusal: Refusal) -> list[Choice
         storage = {
             "uniform": "one copy",
             "shared": f"shares {other.label}'s bytes",
+            "nested": f"nested with {other.label}: one copy",
             "dual": f"second copy beside {other.label}",
         }[natural_storage(fmt, other)]
         found.append(Choice(label, f"{fmt.note}; {storage}", refusal(fmt)))

@@ -25,9 +25,9 @@ from pdq_tui.core.policy import (
     Policy,
     Stage,
     StagePolicy,
-    natural_storage,
     parse_policy,
     policy_to_toml,
+    stored_as,
 )
 from pdq_tui.errors import PdqError, UsageError
 from pdq_tui.tui import kv_edit
@@ -145,7 +145,7 @@ def changed(policy: Policy, field: Field, value: str) -> tuple[Policy, str]:
         assert field.stage is not None
         stage, said = _stage_changed(policy.stage(field.stage), field, value)
         policy = msgspec.structs.replace(policy, **{field.stage: stage})
-    storage = natural_storage(policy.prefill.format, policy.decode.format)
+    storage = stored_as(policy.prefill.format, policy.decode.format, policy.storage)
     return msgspec.structs.replace(policy, storage=storage), said
 
 
@@ -190,6 +190,8 @@ def wrong_with(policy: Policy) -> str | None:
 STORAGE_WORDS = {
     "uniform": "one format in both stages: one copy",
     "shared": "both stages read the same bytes: one copy",
+    "nested": "one stage reads the int8 byte of each weight, the other its residual byte as well",
+    "transient": "4-bit in memory; prefill dequantizes one layer at a time for a dense product",
     "dual": "two formats, two copies of the weights in memory",
 }
 

@@ -92,7 +92,8 @@ class WeightsInfo(msgspec.Struct, kw_only=True):
     """Bytes of one policy. ``extra_bytes`` = union of both stages' packed bytes minus the larger stage alone.
 
     ``kept_bytes`` stay in the model's dtype (embeddings, head, norms). ``bits_per_weight``: over converted parameters,
-    by stage. ``session_resident_bytes``: everything the engine holds now, all arms.
+    by stage. ``scratch_bytes``: what the largest layer is dequantized into, one at a time, shared by all; 0 where none is.
+    ``session_resident_bytes``: everything the engine holds now, all arms.
     """
 
     stored_bytes: int = 0
@@ -103,6 +104,7 @@ class WeightsInfo(msgspec.Struct, kw_only=True):
     kept_bytes: int = 0
     bits_per_weight: dict[str, float | None] = msgspec.field(default_factory=dict)
     session_resident_bytes: int = 0
+    scratch_bytes: int = 0
 
 
 class KvInfo(msgspec.Struct, kw_only=True):

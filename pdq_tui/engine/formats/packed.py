@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from pdq_tui.core.formats import Format, packed_bytes
+from pdq_tui.core.formats import Format, own_bytes, packed_bytes, stored_parts
+
+#: A residual byte of nested weights counts parts of the int8 byte's step.
+RESIDUAL: Final = 256
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,19 @@ class Spec:
         return f"{self.fmt.storage_key}-{self.layout}{padded}"
 
     @property
+    def parts(self) -> tuple[Spec, ...]:
+        """The specs of the tensors that it is read from, its own last: nested weights begin with the int8 ones."""
+        return tuple(
+            self if own else replace(self, fmt=fmt, layout=fmt.weights) for fmt, own in stored_parts(self.fmt)
+        )
+
+    @property
+    def own_bytes(self) -> int:
+        """Exact: what it stores beside the other parts."""
+        one = own_bytes(self.fmt, self.N, self.k, self.dtype.itemsize, self.layout)
+        return one * max(1, self.stack)
+
+    @property
     def stored_dtype(self) -> torch.dtype:
         return dense_dtype(self.fmt, self.dtype) if self.fmt.dense else torch.int8
 
@@ -50,7 +67,8 @@ class Spec:
 
 @dataclass(frozen=True)
 class Packed:
-    """weight: dense [N, K]; int8 [N, k]; 4-bit packed bytes by layout. scales: int8 [N]; int4 [k / group, N, 2] holding
+    """weight: dense [N, K]; int8 [N, k]; 4-bit packed bytes by layout; nested16 the residual bytes int8 [N, k], ``base`` the
+    int8 weights: w = (base.weight + weight / 256) · base.scales. scales: int8 [N]; int4 [k / group, N, 2] holding
     (scale, zero) with w = (q − 8) · scale + zero, in layout int4-rows [N, k / group, 2]; others as their packer says.
     ``ours`` False where the tensor belongs to the model itself."""
 
@@ -58,6 +76,7 @@ class Packed:
     weight: Tensor
     scales: Tensor | None = None
     ours: bool = True
+    base: Packed | None = None
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
