@@ -57,10 +57,6 @@ _KINDS: Final = (
         {"model": Pair(), "int8": Pair("w8a8", "int8 arithmetic, a scale per token")},
     ),
     Kind(
-        "nested16",
-        "16-bit weights as an int8 byte and a residual byte, a scale per channel",
-    ),
-    Kind(
         "int4",
         "4-bit weights",
         {"model": Pair(), "int8": Pair("w4a8", "4-bit weights, int8 arithmetic, a scale per token")},
@@ -69,6 +65,7 @@ _KINDS: Final = (
     Kind("nf4", "4-bit NormalFloat (bitsandbytes)", groups=True),
     Kind("fp4", "4-bit floating point (bitsandbytes)", groups=True),
     Kind("llm-int8", "8-bit arithmetic, outlier columns apart (bitsandbytes)"),
+    Kind("nested16", "16-bit weights as an int8 byte and a residual byte, a scale per channel"),
 )
 KINDS: Final[dict[str, Kind]] = {kind.name: kind for kind in _KINDS}
 #: Weight formats of the policy file. "bf16" means the model's own dtype where the model is not bf16.

@@ -268,7 +268,11 @@ class KernelTable(msgspec.Struct, frozen=True):
             if reason is None:
                 return None
             reasons.setdefault(reason.removeprefix(c.name), reason)  # once for all kernels that lack the same
-        return "; ".join(reasons.values()) or f"no kernel for {fmt.label} on {self.device}"
+        return "; ".join(reasons.values()) or self._none_for(fmt)
+
+    def _none_for(self, fmt: Format) -> str:
+        with_them = "" if fmt.activations == "model" else f" with {fmt.activations} activations"
+        return f"no kernel on {self.device} multiplies {fmt.weights} weights{with_them}"
 
     def layouts(
         self, use: Use, N: int, K: int, dtype: str, capability: Capability, beside: Use | None = None
@@ -367,7 +371,7 @@ class KernelTable(msgspec.Struct, frozen=True):
             reasons.append(reason)
             first_missed = first_missed or (c.name, reason)
         if not reasons:
-            reasons.append(f"no kernel for {fmt.label} on {self.device}")
+            reasons.append(self._none_for(fmt))
         return Choice(None, tuple(reasons), first_missed, by_shape)
 
 

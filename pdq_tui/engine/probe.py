@@ -42,7 +42,7 @@ def _probe(job: dict[str, Any]) -> str | None:
     from pdq_tui.core.formats import Format
     from pdq_tui.engine import kv_formats, kv_native, native
     from pdq_tui.engine.formats.ops import OPS
-    from pdq_tui.engine.formats.pack import pack
+    from pdq_tui.engine.formats.pack import pack_all
     from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec
     from pdq_tui.engine.formats.unpack import Scratch
 
@@ -62,7 +62,7 @@ def _probe(job: dict[str, Any]) -> str | None:
     )
     k = K + (-K % fmt.group_size if fmt.group_size else 0)
     device = torch.device(job["device"])
-    packed = pack(Spec(fmt, job["layout"], N, K, k, dtype), master, device, lambda: False)
+    packed = pack_all(Spec(fmt, job["layout"], N, K, k, dtype), master, device, lambda: False)
     layer = OPS[job["op"]](packed, None, Scratch())
     with torch.inference_mode():
         for rows in (1, 5, 17):

@@ -16,7 +16,7 @@ from pdq_tui.core.policy import Policy, StagePolicy
 from pdq_tui.engine import native
 from pdq_tui.engine.formats.linears import quantize_rows
 from pdq_tui.engine.formats.ops import OPS
-from pdq_tui.engine.formats.pack import pack
+from pdq_tui.engine.formats.pack import pack_all
 from pdq_tui.engine.formats.packed import Packed, Spec
 from pdq_tui.engine.formats.unpack import Scratch
 from pdq_tui.engine.staged import StagedModel
@@ -35,12 +35,7 @@ NESTED = Format("nested16")
 
 def packed(fmt: Format, layout: str, master: torch.Tensor) -> Packed:
     N, K = master.shape
-    spec = Spec(fmt, layout, N, K, K, master.dtype)
-    below: Packed | None = None
-    for part in spec.parts:
-        below = pack(part, master, CPU, lambda: False, base=below)
-    assert below is not None
-    return below
+    return pack_all(Spec(fmt, layout, N, K, K, master.dtype), master, CPU, lambda: False)
 
 
 def nested_weights(p: Packed) -> torch.Tensor:
@@ -200,8 +195,8 @@ def test_a_transient_stage_needs_one_layer_beside_its_4_bits(make, tiny_llama_bf
     assert staged.scratch.nbytes == arm.weights.scratch_bytes
 
 
-def test_each_stage_of_a_nested_policy_is_that_of_its_uniform_one(make, tiny_llama_bf16: Path) -> None:
-    staged, ids = make(tiny_llama_bf16), ids_of(1, 12)
+def test_each_stage_of_a_nested_policy_is_that_of_its_uniform_one(make, tiny_llama: Path) -> None:
+    staged, ids = make(tiny_llama), ids_of(1, 12)  # in float32: rounding to bf16 would hide the residual
 
     def first(name: str) -> torch.Tensor:
         return run(staged.apply(find_policy(name), rows=[1, 12]), ids, 2)[1][0].float()
@@ -209,7 +204,7 @@ def test_each_stage_of_a_nested_policy_is_that_of_its_uniform_one(make, tiny_lla
     int8, dense = first("int8"), first("bf16")
     nested, coarse = first("nested16-prefill-int8-decode"), first("int8-prefill-nested16-decode")
     torch.testing.assert_close(coarse, int8, rtol=0, atol=0)
-    assert (nested - dense).norm() < 0.3 * (int8 - dense).norm()
+    assert (nested - dense).norm() < 0.02 * (int8 - dense).norm()
 
 
 def test_a_transient_prompt_multiplies_what_int4_stores(make, tiny_llama_bf16: Path) -> None:

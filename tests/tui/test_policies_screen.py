@@ -51,6 +51,9 @@ def choose(app: SmallApp, name: str, field: str | None = None) -> PoliciesScreen
 async def test_list_shows_shipped_user_and_damaged_with_the_reason(app: SmallApp) -> None:
     async with app.run_test(size=(120, 36)) as pilot:
         await settle(pilot)
+        assert "bf16-prefill-int8-decode" in text_of(app)
+        choose(app, "mine")  # the last one
+        await pilot.pause()
         shown = text_of(app)
         assert "w8a8-prefill-int4-decode" in shown and "mine  user" in shown and "! broken  damaged" in shown
         choose(app, "broken")
@@ -87,6 +90,8 @@ async def test_values_step_and_storage_follows(app: SmallApp) -> None:
         assert screen.draft.decode.activations == "int8"
         screen.query_one("#edit", LineList).move_to("decode.weights")
         await pilot.press("l")
+        assert (screen.draft.decode.weights, screen.draft.decode.activations) == ("int4", "int8")
+        await pilot.press("l")
         assert screen.draft.decode.activations == "model" and "activations back to model" in screen.said
         screen.query_one("#edit", LineList).move_to("kv.convert")
         await pilot.press("l")
@@ -119,7 +124,7 @@ async def test_choices_that_are_not_here_are_greyed_with_the_reason(app: SmallAp
             await pilot.press("j")
         await pilot.press("enter")
         await pilot.pause()
-        assert screen.draft is not None and screen.draft.prefill.weights == "int4"
+        assert screen.draft is not None and screen.draft.prefill.weights == "nested16"
         screen.query_one("#edit", LineList).move_to("kv.convert")
         await pilot.press("enter")
         await pilot.pause()

@@ -44,6 +44,15 @@ def pack(
     return PACKERS[spec.fmt.weights](spec, master, device, cancelled)
 
 
+def pack_all(spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool]) -> Packed:
+    """``pack``, with whatever ``spec`` builds upon packed before it."""
+    below: Packed | None = None
+    for part in spec.parts:
+        below = pack(part, master, device, cancelled, base=below)
+    assert below is not None
+    return below
+
+
 def pack_stack(
     spec: Spec,
     master: Callable[[int], Tensor],
