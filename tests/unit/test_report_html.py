@@ -1,0 +1,308 @@
+"""The HTML report in a real browser: complete in itself, readable at a phone's width, sortable, and safe from what others
+wrote into it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import made_snapshots
+from browser import CHROMIUM, Browser
+
+from pdq_tui.core.policy import Policy
+from pdq_tui.core.protocol import Load
+from pdq_tui.core.workload import Workload
+from pdq_tui.judge.matrix import stage_matrix
+from pdq_tui.judge.plan import PLANS, Spec
+from pdq_tui.judge.traffic import Shape
+from pdq_tui.report import samples, write
+from pdq_tui.report.evaluated import Evaluated, evaluated
+from pdq_tui.report.evaluation_figures import evaluation_figures
+from pdq_tui.report.figure import Figure
+from pdq_tui.report.html import html
+from pdq_tui.report.page import Page, Table
+from pdq_tui.report.run_figures import comparison_figures, sample_figures
+from pdq_tui.store.compare import Comparison, compare
+from pdq_tui.store.listing import resolve
+from pdq_tui.store.snapshot import Snapshot, load
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+HOSTILE = '<img src="http://127.0.0.1:1/x.png"><script>alert(1)</script> & "quoted"'
+PHONE = 360
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    one = Browser(tmp_path_factory.mktemp("chromium"))
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, list[Snapshot]]:
+    runs = tmp_path_factory.mktemp("runs")
+    found = [load(resolve(i, runs)) for i in made_snapshots.save_all(runs, note=HOSTILE)]
+    return compare(found), found
+
+
+def policy(name: str, prefill: str, decode: str) -> Policy:
+    return made_snapshots.policy(name, prefill, decode)
+
+
+STAGED = "int8-prefill-int4-decode"
+SPEC = Spec(
+    model="demo",
+    load=Load(model="demo"),
+    uniform=(policy("bf16", "bf16", "bf16"), policy("int8", "int8", "int8"), policy("int4", "int4", "int4")),
+    staged=(policy(STAGED, "int8", "int4"),),
+    workload=Workload(output_tokens=11),
+    traffic=(Shape(512, 11),),
+    traffic_name="the workload itself",
+    plan=PLANS["quick"],
+    gate="standard",
+    min_effect=0.01,
+)
+
+
+def arm(label: str, ttft: float, tpot: float, e2e: float) -> dict[str, Any]:
+    return {
+        "label": label,
+        "policy": label,
+        "prefill": {"ttft_ms": {"median": ttft}},
+        "decode": {"tpot_ms": {"median": tpot}},
+        "e2e_ms": {"median": e2e},
+    }
+
+
+def found() -> dict[str, Any]:
+    """What the steps of an evaluation say, as far as figures read it."""
+    estimate = {"value": 0.01, "ci95": [0.005, 0.02], "windows": 8, "reason": None}
+    path = {
+        "path": "decode", "forced": "text", "kld": estimate, "same_top1": estimate, "ppl_ratio": estimate,
+        "by_position": [[at, {**estimate, "value": 0.01 * (at + 1)}] for at in range(5)],
+    }  # fmt: skip
+    ratio = {"reference": "int8", "arm": STAGED, "metric": "e2e_ms", "ratio": 0.8, "ci95": [0.7, 0.9],
+             "judgement": "better", "reason": None, "blocks": 10}  # fmt: skip
+    timing = {
+        "seconds": 9.0, "stop": None, "staged": [STAGED], "uniform": ["int8", "int4"], "blocks": 10, "warnings": [],
+        "noise_floor": {"e2e_ms": 0.01}, "crossover": [], "break_even": [], "clocks": None, "other_load": None,
+        "arms": [arm("bf16", 100, 20, 300), arm("int8", 80, 15, 230), arm("int4", 120, 10, 220), arm(STAGED, 82, 10, 181)],
+        "ratios": [ratio, {**ratio, "metric": "ttft_ms", "ratio": 1.2, "ci95": [1.1, 1.3], "judgement": "worse"}],
+        "map": [
+            {"staged": STAGED, "uniform": u, "prompt": 512, "batch": 1, "output": n, "delta_ms": d * n,
+             "ci95": [d * n - 3, d * n + 3], "extrapolated": n > 11}
+            for u, d in (("int8", -5.0), ("int4", 0.1)) for n in (11, 64)
+        ],
+    }  # fmt: skip
+    small = {"seconds": 3.0, "stop": None, "failed": [], "gates": {}, "paths": {STAGED: [path]}}
+    return {"small_quality": small, "confirmation": timing}
+
+
+@pytest.fixture(scope="module")
+def judged() -> Evaluated:
+    return evaluated(SPEC, found())
+
+
+def page(*tables: Table) -> Page:
+    return Page(title="t", headline="h", facts=[], tables=list(tables), notes=[], formulas=[], legend="l")
+
+
+# -- in the browser ----------------------------------------------------------------------------------------------------
+
+
+@needs_browser
+@pytest.mark.parametrize("kind", ["comparison", "snapshot", "evaluation"])
+def test_a_report_needs_nothing_but_itself(
+    kind: str,
+    compared: tuple[Comparison, list[Snapshot]],
+    judged: Evaluated,
+    browser: Browser,
+    tmp_path: Path,
+) -> None:
+    comparison, snapshots = compared
+    source: Any = {
+        "comparison": write.Reported(comparison, samples.of_snapshots(comparison, snapshots)),
+        "snapshot": write.Reported(snapshots[0].document(), samples.of_snapshot(snapshots[0])),
+        "evaluation": judged,
+    }[kind]
+    drawn = {"comparison": 5, "snapshot": 4, "evaluation": 4}[kind]
+    [path] = write.write(source, ["html"], tmp_path)
+    for width, phone, shown in ((1100, False, "wide"), (PHONE, True, "narrow")):
+        browser.open(path, width, phone=phone)
+        assert browser.requests == [path.as_uri()] and browser.console == []
+        assert browser.js("document.documentElement.scrollWidth") <= width, (
+            "the page itself does not scroll sideways"
+        )
+        sizes = browser.js(
+            f"[...document.querySelectorAll('figure .{shown} svg')].map(s => [s.getBoundingClientRect().width, "
+            "s.querySelectorAll('path,line,text').length])"
+        )
+        assert len(sizes) == drawn
+        assert all(200 < w <= width and marks > 15 for w, marks in sizes)
+        hidden = {"wide": "narrow", "narrow": "wide"}[shown]
+        assert browser.js(
+            f"[...document.querySelectorAll('figure .{hidden}')].every(d => d.getBoundingClientRect().width === 0)"
+        )
+    assert browser.js("document.querySelector('main').lastElementChild.querySelector('h2').textContent") == (
+        "What the numbers mean"
+    )
+
+
+@needs_browser
+def test_what_others_wrote_is_text(
+    compared: tuple[Comparison, list[Snapshot]], browser: Browser, tmp_path: Path
+) -> None:
+    comparison, snapshots = compared
+    path = write.write(
+        write.Reported(comparison, samples.of_snapshots(comparison, snapshots)), ["html"], tmp_path
+    )[0]
+    browser.open(path, 1000)
+    assert browser.js("document.querySelectorAll('img').length") == 0
+    assert browser.js("document.querySelectorAll('script').length") == 1
+    assert HOSTILE in browser.js("document.querySelector('.conditions').textContent")
+    assert browser.requests == [path.as_uri()]
+
+
+@needs_browser
+def test_a_page_may_ask_for_nothing_even_if_it_wanted_to(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(html(page(), []), encoding="utf-8")
+    browser.open(path, 1000)
+    asked = browser.js(
+        "new Promise(done => { const i = new Image(); i.onerror = () => done('refused'); i.onload = () => done('shown');"
+        " i.src = 'data:image/gif;base64,R0lGODlhAQABAAAAACw='; })"
+    )
+    assert asked == "refused"
+
+
+@needs_browser
+def test_a_click_on_a_heading_sorts(browser: Browser, tmp_path: Path) -> None:
+    table = Table(
+        title="t",
+        columns=["name", "bytes"],
+        rows=[["b", "1.5 GiB"], ["a", "n/a"], ["c", "900 MiB"], ["d", "−2 KiB"]],
+        sections={0: "first"},
+    )
+    path = tmp_path / "report.html"
+    path.write_text(html(page(table), []), encoding="utf-8")
+    browser.open(path, 1000)
+    names = (
+        "[...document.querySelectorAll('tbody tr:not(.section)')].map(r => r.cells[0].textContent).join('')"
+    )
+    click = "document.querySelectorAll('thead button')[%d].click()"
+    seen = [browser.js(names)]
+    for column in (1, 1, 1, 0):
+        browser.js(click % column)
+        seen.append(browser.js(names))
+    assert seen == ["bacd", "dcba", "bcda", "bacd", "abcd"], (
+        "numbers by their unit; what is missing stays last"
+    )
+    assert browser.js("document.querySelector('thead th').getAttribute('aria-sort')") == "ascending"
+
+
+# -- the figures themselves --------------------------------------------------------------------------------------------
+
+
+def test_figures_say_what_is_not_there(compared: tuple[Comparison, list[Snapshot]]) -> None:
+    comparison, _ = compared
+    drawn = comparison_figures(comparison, [])
+    assert [f.name for f in drawn] == ["ratios", "samples"] and drawn[1].draw is None
+    assert "were not given" in (drawn[1].missing or "")
+    by_name = {f.name: f for f in evaluation_figures(SPEC, {})}
+    assert all(f.draw is None and f.missing for f in by_name.values())
+    assert {"map", "matrix", "positions", "load", "soak"} <= set(by_name)
+
+
+def test_ids_of_figures_never_meet(judged: Evaluated, tmp_path: Path) -> None:
+    [path] = write.write(judged, ["html"], tmp_path)
+    text = path.read_text(encoding="utf-8")
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids)) and {"matrix-wide-0", "matrix-narrow-0"} <= set(ids)
+    used = set(re.findall(r"url\(#([^)]+)\)", text))
+    assert used and used <= set(ids)
+    [again] = write.write(judged, ["html"], tmp_path, force=True)
+    assert again.read_text(encoding="utf-8") == text
+
+
+def test_a_long_run_is_drawn_by_its_medians(compared: tuple[Comparison, list[Snapshot]]) -> None:
+    _, snapshots = compared
+    one = samples.of_snapshot(snapshots[0])[0]
+    many = [msgspec.structs.replace(r, t_ns=r.t_ns + 10**9 * i) for i in range(60) for r in one.requests]
+    figures = {f.name: f for f in sample_figures([one._replace(requests=many)])}
+    assert len(many) > 300 and "median of neighbouring requests" in figures["time-tpot_ms"].reads
+    drawn = chart(figures["time-tpot_ms"])["data"]["values"]
+    assert len(drawn) <= 300
+    values = [r.tpot_ms for r in one.requests]
+    assert min(values) <= min(d["value"] for d in drawn) <= max(d["value"] for d in drawn) <= max(values)  # type: ignore[type-var]
+
+
+def test_answers_of_one_token_have_no_time_per_token(compared: tuple[Comparison, list[Snapshot]]) -> None:
+    _, snapshots = compared
+    one = samples.of_snapshot(snapshots[0])[0]
+    short = [msgspec.structs.replace(r, tpot_ms=None, itl_ms=[], decode_ms=None) for r in one.requests]
+    figures = {f.name: f for f in sample_figures([one._replace(requests=short)])}
+    assert figures["time-tpot_ms"].draw is None and figures["spread-itl_ms"].draw is None
+    assert figures["time-ttft_ms"].draw is not None
+
+
+def test_the_map_says_which_side_wins_in_words(judged: Evaluated) -> None:
+    drawn = next(f for f in evaluation_figures(SPEC, judged.found) if f.name == "map")
+    cells = {(c["row"].split(" − ")[1], c["output"]): c for c in chart(drawn)["layer"][0]["data"]["values"]}
+    assert {k: (c["side"], c["text"]) for k, c in cells.items()} == {
+        ("int8", 11): ("faster", "-55"),
+        ("int8", 64): ("faster", "-320~"),
+        ("int4", 11): ("not told", "+1"),
+        ("int4", 64): ("slower", "+6~"),
+    }
+
+
+def chart(figure: Figure) -> dict[str, Any]:
+    """The chart's own specification, data inside where a layer has it."""
+    assert figure.draw is not None
+    spec: dict[str, Any] = figure.draw(680).to_dict()
+    sets = spec.get("datasets", {})
+
+    def inline(part: Any) -> Any:
+        if isinstance(part, dict):
+            if set(part) == {"name"} and part["name"] in sets:
+                return {"values": sets[part["name"]]}
+            return {k: inline(v) for k, v in part.items()}
+        return [inline(p) for p in part] if isinstance(part, list) else part
+
+    whole = inline(spec)
+    for layer in whole.get("layer", []):
+        layer.setdefault("data", whole.get("data"))
+    return dict(whole)
+
+
+# -- the stage matrix --------------------------------------------------------------------------------------------------
+
+
+def test_the_stage_matrix_composes_and_checks_itself() -> None:
+    cells = {
+        (c.prefill, c.decode): c for c in stage_matrix(SPEC.policies, found()["confirmation"]["arms"], 11)
+    }
+    assert len(cells) == 9
+    mixed = cells["int8", "int4"]
+    assert mixed.composed_ms == 80 + 10 * 10 and mixed.policy == STAGED and mixed.measured_ms == 181
+    assert mixed.error == pytest.approx(180 / 181 - 1)
+    assert cells["int4", "int8"].policy is None and cells["bf16", "bf16"].measured_ms == 300
+
+
+def test_a_mixed_cell_that_is_off_is_called_not_separable() -> None:
+    off = found()
+    off["confirmation"]["arms"][3]["e2e_ms"]["median"] = 200.0
+    for steps, word in ((found(), "separable here"), (off, "not separable here")):
+        drawn = next(f for f in evaluation_figures(SPEC, steps) if f.name == "matrix")
+        assert f"): {word}" in drawn.reads
+
+
+def test_one_uniform_makes_no_matrix() -> None:
+    assert stage_matrix(SPEC.policies, found()["confirmation"]["arms"][:1], 11) == []
