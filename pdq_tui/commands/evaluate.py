@@ -88,6 +88,7 @@ def evaluate(
     from pdq_tui.judge import traffic as traffics
     from pdq_tui.judge.evaluation import Evaluation
     from pdq_tui.judge.plan import PLANS, STAGED, STEPS, UNIFORM, Spec, Step
+    from pdq_tui.judge.watching import Mark
     from pdq_tui.report.evaluated import evaluated
     from pdq_tui.report.tables import plain, to_ascii, to_json
     from pdq_tui.report.write import write
@@ -168,17 +169,20 @@ def evaluate(
             whole = sum(rest.values())
             now_at = (f"{number}/{len(STEPS)}", time.monotonic() + whole if rest else None)
             mine = rest.get(step.name)
+            mark.step(step.name, whole if rest else None)
             took = "" if mine is None else f" ({_about(mine)}; {_about(whole)} to the end)"
             say(f"{where}: {step.why}{took}")
         else:
             say(f"{where}: {'done before' if state == 'kept' else f'done in {seconds:.0f} s'}")
 
+    mark = Mark(evaluation.directory)
     printer.around = around
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         found = evaluation.run(watch)
     finally:
         printer.close()
+        mark.end()
     source = evaluated(evaluation.spec, found)
     data = to_json(source)
     atomic.write_file(evaluation.directory / "evaluation.json", data, force=True)

@@ -13,15 +13,12 @@ import msgspec
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import made_evaluation
 import made_snapshots
 from browser import CHROMIUM, Browser
+from made_evaluation import SPEC, STAGED
 
-from pdq_tui.core.policy import Policy
-from pdq_tui.core.protocol import Load
-from pdq_tui.core.workload import Workload
 from pdq_tui.judge.matrix import stage_matrix
-from pdq_tui.judge.plan import PLANS, Spec
-from pdq_tui.judge.traffic import Shape
 from pdq_tui.report import samples, write
 from pdq_tui.report.evaluated import Evaluated, evaluated
 from pdq_tui.report.evaluation_figures import evaluation_figures
@@ -52,62 +49,13 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, list
     return compare(found), found
 
 
-def policy(name: str, prefill: str, decode: str) -> Policy:
-    return made_snapshots.policy(name, prefill, decode)
-
-
-STAGED = "int8-prefill-int4-decode"
-SPEC = Spec(
-    model="demo",
-    load=Load(model="demo"),
-    uniform=(policy("bf16", "bf16", "bf16"), policy("int8", "int8", "int8"), policy("int4", "int4", "int4")),
-    staged=(policy(STAGED, "int8", "int4"),),
-    workload=Workload(output_tokens=11),
-    traffic=(Shape(512, 11),),
-    traffic_name="the workload itself",
-    plan=PLANS["quick"],
-    gate="standard",
-    min_effect=0.01,
-)
-
-
-def arm(label: str, ttft: float, tpot: float, e2e: float) -> dict[str, Any]:
-    return {
-        "label": label,
-        "policy": label,
-        "prefill": {"ttft_ms": {"median": ttft}},
-        "decode": {"tpot_ms": {"median": tpot}},
-        "e2e_ms": {"median": e2e},
-    }
-
-
-def found() -> dict[str, Any]:
-    """What the steps of an evaluation say, as far as figures read it."""
-    estimate = {"value": 0.01, "ci95": [0.005, 0.02], "windows": 8, "reason": None}
-    path = {
-        "path": "decode", "forced": "text", "kld": estimate, "same_top1": estimate, "ppl_ratio": estimate,
-        "by_position": [[at, {**estimate, "value": 0.01 * (at + 1)}] for at in range(5)],
-    }  # fmt: skip
-    ratio = {"reference": "int8", "arm": STAGED, "metric": "e2e_ms", "ratio": 0.8, "ci95": [0.7, 0.9],
-             "judgement": "better", "reason": None, "blocks": 10}  # fmt: skip
-    timing = {
-        "seconds": 9.0, "stop": None, "staged": [STAGED], "uniform": ["int8", "int4"], "blocks": 10, "warnings": [],
-        "noise_floor": {"e2e_ms": 0.01}, "crossover": [], "break_even": [], "clocks": None, "other_load": None,
-        "arms": [arm("bf16", 100, 20, 300), arm("int8", 80, 15, 230), arm("int4", 120, 10, 220), arm(STAGED, 82, 10, 181)],
-        "ratios": [ratio, {**ratio, "metric": "ttft_ms", "ratio": 1.2, "ci95": [1.1, 1.3], "judgement": "worse"}],
-        "map": [
-            {"staged": STAGED, "uniform": u, "prompt": 512, "batch": 1, "output": n, "delta_ms": d * n,
-             "ci95": [d * n - 3, d * n + 3], "extrapolated": n > 11}
-            for u, d in (("int8", -5.0), ("int4", 0.1)) for n in (11, 64)
-        ],
-    }  # fmt: skip
-    small = {"seconds": 3.0, "stop": None, "failed": [], "gates": {}, "paths": {STAGED: [path]}}
-    return {"small_quality": small, "confirmation": timing}
+def timed_and_scored() -> dict[str, Any]:
+    return {"small_quality": made_evaluation.scored(), "confirmation": made_evaluation.confirmation()}
 
 
 @pytest.fixture(scope="module")
 def judged() -> Evaluated:
-    return evaluated(SPEC, found())
+    return evaluated(SPEC, timed_and_scored())
 
 
 def page(*tables: Table) -> Page:
@@ -287,7 +235,8 @@ def chart(figure: Figure) -> dict[str, Any]:
 
 def test_the_stage_matrix_composes_and_checks_itself() -> None:
     cells = {
-        (c.prefill, c.decode): c for c in stage_matrix(SPEC.policies, found()["confirmation"]["arms"], 11)
+        (c.prefill, c.decode): c
+        for c in stage_matrix(SPEC.policies, made_evaluation.confirmation()["arms"], 11)
     }
     assert len(cells) == 9
     mixed = cells["int8", "int4"]
@@ -297,12 +246,12 @@ def test_the_stage_matrix_composes_and_checks_itself() -> None:
 
 
 def test_a_mixed_cell_that_is_off_is_called_not_separable() -> None:
-    off = found()
+    off = timed_and_scored()
     off["confirmation"]["arms"][3]["e2e_ms"]["median"] = 200.0
-    for steps, word in ((found(), "separable here"), (off, "not separable here")):
+    for steps, word in ((timed_and_scored(), "separable here"), (off, "not separable here")):
         drawn = next(f for f in evaluation_figures(SPEC, steps) if f.name == "matrix")
         assert f"): {word}" in drawn.reads
 
 
 def test_one_uniform_makes_no_matrix() -> None:
-    assert stage_matrix(SPEC.policies, found()["confirmation"]["arms"][:1], 11) == []
+    assert stage_matrix(SPEC.policies, made_evaluation.confirmation()["arms"][:1], 11) == []
