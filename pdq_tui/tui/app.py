@@ -389,12 +389,13 @@ def known_ids() -> list[str]:
         log,
         page,
         policies,
+        replay,
         verdict,
         verdict_evidence,
     )
     from pdq_tui.tui import help as helping
 
-    found = [*keys.ids(keys.APP), *keys.ids(keys.LIVE)]
+    found = [*keys.ids(keys.APP), *keys.ids(keys.LIVE), *keys.ids(replay.PLAYER)]
     for owner in (
         ask.Ask,
         ask.Pick,
