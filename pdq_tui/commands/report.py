@@ -1,4 +1,4 @@
-"""``report``: a snapshot, several compared, a run or an evaluation, as files."""
+"""``report``: a snapshot, several compared, a run, an evaluation or a folder of runs, as files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from pdq_tui.errors import PdqError
 
 if TYPE_CHECKING:  # polars comes with it
     from pdq_tui.report.write import Reported
+    from pdq_tui.store.listing import Listed
+    from pdq_tui.store.trend import Trend
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command(
-    help="Write a report of a snapshot, of several compared with the first, of a whole run, or of an evaluation's directory; "
-    "prints the files' paths."
+    help="Write a report of a snapshot, of several compared with the first, of a whole run, of an evaluation's directory, "
+    "or of a folder of runs (what changed over time and versions); prints the files' paths."
 )
 def report(
     words: Several,
@@ -53,12 +55,15 @@ def _reported(words: list[str], runs: Path, min_effect: float, *, force: bool) -
     from pdq_tui.report.evaluated import read
     from pdq_tui.report.write import Reported
     from pdq_tui.store.compare import compare
-    from pdq_tui.store.snapshot import load
+    from pdq_tui.store.listing import list_snapshots
+    from pdq_tui.store.snapshot import MANIFEST, load
 
     if len(words) == 1:
         place = Path(words[0]).expanduser()
         if (place / SPEC).is_file():
             return Reported(read(place))
+        if place.is_dir() and not (place / MANIFEST).is_file() and (there := list_snapshots(place)):
+            return Reported(_over_time(there, min_effect))
         run = run_path(words[0], runs)
         if run is not None:
             return _whole_run(run, min_effect)
@@ -67,6 +72,21 @@ def _reported(words: list[str], runs: Path, min_effect: float, *, force: bool) -
         return Reported(found[0].document(), samples.of_snapshot(found[0]))
     compared = compare(found, min_effect, force=force)
     return Reported(compared, samples.of_snapshots(compared, found))
+
+
+def _over_time(listed: list[Listed], min_effect: float) -> Trend:
+    """All snapshots of a folder of runs. What cannot be read is named and left out."""
+    from pdq_tui.store.snapshot import load
+    from pdq_tui.store.trend import trend
+
+    found, skipped = [], [f"{s.id}: {s.error}" for s in listed if s.error]
+    for s in listed:
+        if s.error is None:
+            try:
+                found.append(load(Path(s.path)))
+            except PdqError as error:
+                skipped.append(f"{s.id}: {error.message}")
+    return trend(found, min_effect, skipped)
 
 
 def _whole_run(directory: Path, min_effect: float) -> Reported:

@@ -11,8 +11,10 @@ from pdq_tui.report import flat, tables
 from pdq_tui.report.evaluated import Evaluated
 from pdq_tui.report.samples import Samples
 from pdq_tui.report.tables import Source
+from pdq_tui.report.trend import trend_figures
 from pdq_tui.store import atomic
 from pdq_tui.store.compare import Comparison
+from pdq_tui.store.trend import Trend
 
 
 class File(NamedTuple):
@@ -54,7 +56,7 @@ def _flat(suffix: str, render: Callable[[flat.Flat], bytes]) -> Reporter:
     def files(reported: Reported) -> list[File]:
         source = tables.flat_source(reported.source)
         found = [File(f".{suffix}", render(flat.rows(source)))]
-        if not isinstance(source, Comparison):
+        if not isinstance(source, Comparison | Trend):
             ratios = flat.ratios(source)
             found.append(File(f"-ratios.{suffix}", render(ratios), spare=not ratios.rows))
         return found
@@ -72,6 +74,8 @@ def _html(reported: Reported) -> list[File]:
         figures = run_figures.comparison_figures(source, samples)
     elif isinstance(source, Evaluated):
         figures = evaluation_figures.evaluation_figures(source.spec, source.found)
+    elif isinstance(source, Trend):
+        figures = trend_figures(source)
     else:
         figures = run_figures.document_figures(source, samples)
     return [File(".html", html(tables.page(source), figures).encode("utf-8", "replace"))]

@@ -3,6 +3,7 @@ wrote into it."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -26,9 +27,11 @@ from pdq_tui.report.figure import Figure
 from pdq_tui.report.html import html
 from pdq_tui.report.page import Page, Table
 from pdq_tui.report.run_figures import comparison_figures, sample_figures
+from pdq_tui.report.trend import trend_page
 from pdq_tui.store.compare import Comparison, compare
 from pdq_tui.store.listing import resolve
 from pdq_tui.store.snapshot import Snapshot, load
+from pdq_tui.store.trend import Trend, trend
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
 HOSTILE = '<img src="http://127.0.0.1:1/x.png"><script>alert(1)</script> & "quoted"'
@@ -79,8 +82,9 @@ def test_a_report_needs_nothing_but_itself(
         "comparison": write.Reported(comparison, samples.of_snapshots(comparison, snapshots)),
         "snapshot": write.Reported(snapshots[0].document(), samples.of_snapshot(snapshots[0])),
         "evaluation": judged,
+        "trend": followed,
     }[kind]
-    drawn = {"comparison": 5, "snapshot": 4, "evaluation": 4}[kind]
+    drawn = {"comparison": 5, "snapshot": 4, "evaluation": 4, "trend": 4}[kind]
     [path] = write.write(source, ["html"], tmp_path)
     for width, phone, shown in ((1100, False, "wide"), (PHONE, True, "narrow")):
         browser.open(path, width, phone=phone)
@@ -153,6 +157,84 @@ def test_a_click_on_a_heading_sorts(browser: Browser, tmp_path: Path) -> None:
         "numbers by their unit; what is missing stays last"
     )
     assert browser.js("document.querySelector('thead th').getAttribute('aria-sort')") == "ascending"
+
+
+# -- a trend -----------------------------------------------------------------------------------------------------------
+
+
+def later(folder: Path, run: str, created: str, slower: float, torch: str, note: str = "") -> list[Snapshot]:
+    """The usual two arms, measured ``slower`` times as slowly on another day with another torch."""
+    speed = {arm: (a * slower, b * slower) for arm, (a, b) in made_snapshots.SPEED.items()}
+    found = []
+    for name in made_snapshots.save_all(folder, run, note, made_snapshots.events(speed)):
+        path = resolve(name, folder)
+        body = json.loads((path / "manifest.json").read_text())
+        body["created"] = created
+        body["libraries"]["torch"] = torch
+        (path / "manifest.json").write_text(json.dumps(body))
+        found.append(load(path))
+    return found
+
+
+@pytest.fixture(scope="module")
+def days(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Snapshot]]:
+    folder = tmp_path_factory.mktemp("days")
+    return folder, [
+        *later(
+            folder, "20261203T063000Z-0003", "2026-12-03T06:30:00+00:00", 1.2, "2.14.0", "after the update"
+        ),
+        *later(folder, "20261201T063000Z-0001", "2026-12-01T06:30:00+00:00", 1.0, "2.13.0"),
+        *later(folder, "20261202T063000Z-0002", "2026-12-02T06:30:00+00:00", 1.0, "2.13.0"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def followed(days: tuple[Path, list[Snapshot]]) -> Trend:
+    return trend(days[1], 0.01)
+
+
+def test_a_trend_names_the_version_that_made_it_slower(followed: Trend) -> None:
+    assert [s.policy for s in followed.series] == ["bf16", "int8-prefill-int4-decode"]
+    first, second, third = followed.series[0].points
+    assert first.against == {} and second.changed == [] and third.changed == ["torch 2.13.0 → 2.14.0"]
+    assert second.against["tpot_ms"].judgement in ("same", "unsure")
+    assert third.against["tpot_ms"].judgement == "worse"
+    assert third.against["tpot_ms"].ratio == pytest.approx(1.2, rel=0.02)
+    shown = trend_page(followed)
+    assert "torch 2.13.0 → 2.14.0" in shown.headline and "worse" in shown.headline
+    assert [row[0] for row in shown.tables[0].rows] == [f"2026-12-0{d} 06:30 UTC" for d in (1, 2, 3)]
+    assert shown.tables[0].rows[2][3] == "after the update"
+
+
+def test_a_trend_is_written_in_every_form(followed: Trend, tmp_path: Path) -> None:
+    paths = write.write(followed, list(write.REPORTERS), tmp_path)
+    assert {p.name for p in paths} == {f"report.{f}" for f in ("md", "html", "json", "csv", "parquet")}
+    rows = (tmp_path / "report.csv").read_text().splitlines()
+    assert len(rows) == 1 + 2 * 3 * 4 and "torch 2.13.0 → 2.14.0" in rows[-1]
+    assert json.loads((tmp_path / "report.json").read_text())["kind"] == "pdq-tui trend"
+
+
+def test_a_folder_of_runs_is_reported_from_the_command_line(
+    days: tuple[Path, list[Snapshot]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from pdq_tui.commands.report import app
+
+    monkeypatch.setenv("PDQ_HOME", str(tmp_path / "home"))
+    broken = days[0] / "20261130T000000Z-ffff" / "snapshots" / "001"
+    broken.mkdir(parents=True, exist_ok=True)
+    (broken / "manifest.json").write_text("{")
+    done = CliRunner().invoke(app, [str(days[0]), "-f", "md", "--dir", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "report.md").read_text()
+    assert "Trend of 6 snapshots" in text and "left out: 20261130T000000Z-ffff/001" in text
+
+
+def test_setups_are_never_mixed_in_one_series(days: tuple[Path, list[Snapshot]], tmp_path: Path) -> None:
+    others = made_snapshots.save_all(tmp_path, made=made_snapshots.events(model="another"))
+    found = trend([*days[1], *(load(resolve(i, tmp_path)) for i in others)], 0.01)
+    assert len(found.series) == 4 and len({s.setup for s in found.series}) == 2
 
 
 # -- the figures themselves --------------------------------------------------------------------------------------------
