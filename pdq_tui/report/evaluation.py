@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pdq_tui.core.metrics import METRICS, MISSING, format_bytes
 from pdq_tui.judge.plan import STEPS, Spec
+from pdq_tui.judge.scenarios import Card, cards
 from pdq_tui.judge.verdict import Verdict, break_even_sentences
 from pdq_tui.report.page import Page, Table
 from pdq_tui.report.pages import facts, formulas
@@ -51,6 +52,7 @@ def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict) -> Page:
             break
     if "confirmation" in found:
         tables.append(_map(found["confirmation"]))
+    tables.append(_scenarios(cards(spec, found, v)))
     if "conditions" in found:
         tables.append(_cost(spec, found["conditions"]))
     tables += [_confounders(spec, found), _steps(found)]
@@ -278,6 +280,16 @@ def _cell(cell: Json) -> str:
     ci = cell["ci95"]
     clear = "*" if ci and (ci[0] > 0 or ci[1] < 0) else ""
     return f"{cell['delta_ms']:+.0f}{clear}{'~' if cell['extrapolated'] else ''}"
+
+
+def _scenarios(found: Sequence[Card]) -> Table:
+    return Table(
+        title="four situations",
+        columns=["situation", "speaks", "because"],
+        rows=[[c.name, c.says, c.because] for c in found],
+        left=3,
+        footer=["each from what was measured alone; the verdict weighs your traffic"],
+    )
 
 
 def _cost(spec: Spec, c: Json) -> Table:

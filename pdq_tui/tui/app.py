@@ -96,6 +96,12 @@ def _policies() -> Screen[Any]:
     return PoliciesScreen()
 
 
+def _verdict() -> Screen[Any]:
+    from pdq_tui.tui.verdict import VerdictScreen
+
+    return VerdictScreen()
+
+
 def _log() -> Screen[Any]:
     from pdq_tui.tui.log import LogScreen
 
@@ -118,7 +124,7 @@ class PdqApp(App[int]):
     TITLE = "pdq"
     #: Made when first shown, then kept with what they hold.
     SCREENS: ClassVar[dict[str, Callable[[], Screen[Any]]]] = {
-        "live": LiveScreen, "compare": _compare, "policies": _policies, "log": _log,
+        "live": LiveScreen, "compare": _compare, "policies": _policies, "verdict": _verdict, "log": _log,
     }  # fmt: skip
     BINDINGS: ClassVar[list[BindingType]] = list(keys.APP)
     COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {_palette}
@@ -374,10 +380,22 @@ def _with_source(load: Load, source: Path) -> Load:
 
 def known_ids() -> list[str]:
     """Ids of every key binding of the app and its screens: what ``[keys]`` may name."""
-    from pdq_tui.tui import ask, compare, compare_detail, export, lines, log, page, policies
+    from pdq_tui.tui import (
+        ask,
+        compare,
+        compare_detail,
+        export,
+        lines,
+        log,
+        page,
+        policies,
+        replay,
+        verdict,
+        verdict_evidence,
+    )
     from pdq_tui.tui import help as helping
 
-    found = [*keys.ids(keys.APP), *keys.ids(keys.LIVE)]
+    found = [*keys.ids(keys.APP), *keys.ids(keys.LIVE), *keys.ids(replay.PLAYER)]
     for owner in (
         ask.Ask,
         ask.Pick,
@@ -390,6 +408,8 @@ def known_ids() -> list[str]:
         log.LogScreen,
         page.Page,
         policies.PoliciesScreen,
+        verdict.VerdictScreen,
+        verdict_evidence.Evidence,
     ):
         found += [b.id for b in owner.BINDINGS if isinstance(b, Binding) and b.id]
     return found

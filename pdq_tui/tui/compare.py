@@ -350,5 +350,12 @@ class CompareScreen(Page):
         if found is None:
             self.app.push_screen(ExportDialog())
             return
+        sources = dict(self.sources)
+
+        def subject() -> Any:
+            from pdq_tui.report import samples, write
+
+            return write.Reported(found, samples.of_snapshots(found, sources.values()))
+
         names = " against ".join(side.label for side in (found.reference, *found.candidates))
-        self.app.push_screen(ExportDialog(lambda: found, f"the comparison {names}"))
+        self.app.push_screen(ExportDialog(subject, f"the comparison {names}"))

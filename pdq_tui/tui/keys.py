@@ -22,11 +22,12 @@ def bound(
     return Binding(keys, action, word, id=id_, tooltip=tooltip, priority=priority, show=show)
 
 
-#: Screens in the order of their digits; 4 and 5 are kept for screens to come.
+#: Screens in the order of their digits; 5 is kept for a screen to come.
 SCREENS: Final = (
     ("1", "live", "Live"),
     ("2", "compare", "Compare"),
     ("3", "policies", "Policies"),
+    ("4", "verdict", "Verdict"),
     ("6", "log", "Log"),
 )
 
@@ -118,6 +119,7 @@ CHANGING: Final = frozenset(
         "interrupt",
         *("run", "restart", "arm", "interleave", "stage", "kv", "snapshot", "snapshot_note"),  # live
         *("apply", "write", "delete"),  # policies
+        "plan",  # verdict
     }
 )
 #: Actions that stand in for one of those with --readonly, and are off without.
