@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import typer
@@ -189,6 +189,8 @@ def evaluate(
         "plan": evaluation.spec.plan.name,
         "gate": evaluation.spec.gate,
         "verdict": msgspec.to_builtins(judged),
+        "quality": _paths(found),
+        "abnormal": found.get("abnormal", {}).get("abnormal", []),
         "map": found.get("confirmation", {}).get("map", []),
         "steps": [
             {
@@ -212,3 +214,29 @@ def evaluate(
 
 def _about(seconds: float) -> str:
     return f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
+
+
+def _paths(found: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The held-out set, or the small one where the protocol stopped there: means by path, and the decode path by
+    position."""
+    paths = (found.get("quality") or found.get("small_quality") or {}).get("paths", {})
+    rows = [path for of in paths.values() for path in of]
+    return {
+        "prefill_path": [
+            {"policy": r["policy"], "kld": r["kld"]["value"], "ci95": r["kld"]["ci95"]}
+            for r in rows
+            if r["path"] == "prefill"
+        ],
+        "decode_path": [
+            {
+                "policy": r["policy"],
+                "forced": r["forced"],
+                "position": at,
+                "kld": e["value"],
+                "ci95": e["ci95"],
+            }
+            for r in rows
+            if r["path"] == "decode"
+            for at, e in r["by_position"]
+        ],
+    }

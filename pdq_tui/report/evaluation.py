@@ -51,6 +51,8 @@ def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict) -> Page:
             break
     if "confirmation" in found:
         tables.append(_map(found["confirmation"]))
+    if "abnormal" in found:
+        tables.append(_abnormal(found["abnormal"]))
     if "conditions" in found:
         tables.append(_cost(spec, found["conditions"]))
     tables += [_confounders(spec, found), _steps(found)]
@@ -278,6 +280,28 @@ def _cell(cell: Json) -> str:
     ci = cell["ci95"]
     clear = "*" if ci and (ci[0] > 0 or ci[1] < 0) else ""
     return f"{cell['delta_ms']:+.0f}{clear}{'~' if cell['extrapolated'] else ''}"
+
+
+def _abnormal(a: Json) -> Table:
+    right = {True: "yes", False: "NO", None: MISSING}
+    rows = [
+        [
+            r["case"],
+            " or ".join(r["expected"]),
+            r["state"] or MISSING,
+            right[r["next_right"]],
+            _MARKS[r["result"]],
+            r["reason"] or "",
+        ]
+        for r in a["abnormal"]
+    ]
+    return Table(
+        title=f"does it hold up? Abnormal inputs to {a['policy']}",
+        columns=["case", "has to be", "ended", "next right", "result", "why"],
+        rows=rows,
+        left=6,
+        footer=["next right: the same clean request gave the same tokens as before"],
+    )
 
 
 def _cost(spec: Spec, c: Json) -> Table:
