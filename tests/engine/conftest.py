@@ -68,6 +68,18 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def _one_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("one-home")
+
+
+@pytest.fixture
+def shared_home(own_home: Path, _one_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One home for all tests that ask for it: kernels that may crash are tried in a child once, not once a test."""
+    monkeypatch.setenv("PDQ_HOME", str(_one_home))
+    return _one_home
+
+
+@pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Llama, tied head, float32, 2 layers, hidden 64."""
     return save_tiny(llama_config(), tmp_path_factory.mktemp("llama"))
@@ -132,6 +144,12 @@ class DictMasters:
     def get(self, name: str) -> torch.Tensor:
         self.taken.append(name)
         return self._tensors[name]
+
+    def part(self, name: str, index: int) -> torch.Tensor:
+        return self.get(name)[index]
+
+    def shared(self, name: str) -> bool:
+        return True
 
 
 @pytest.fixture(scope="session")
