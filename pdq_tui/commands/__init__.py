@@ -11,6 +11,7 @@ COMMANDS: Final = {
     "report": "report",
     "policies": "policies",
     "snapshots": "snapshots",
+    "tune": "tune",
     "doctor": "doctor",
     "where": "where",
     "config": "settings",

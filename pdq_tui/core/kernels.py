@@ -8,6 +8,8 @@ candidate *does* lives in the engine under its ``op``; here are only its limits 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +22,7 @@ from pdq_tui.core import toml
 from pdq_tui.core.formats import ACTIVATIONS as ACTIVATIONS
 from pdq_tui.core.formats import GROUP_SIZES, KINDS, Format
 from pdq_tui.core.policy import STAGES
+from pdq_tui.core.tuned import TunedTable
 from pdq_tui.errors import UsageError
 
 SCHEMA: Final = 1
@@ -191,6 +194,15 @@ class KernelTable(msgspec.Struct, frozen=True):
     candidates: tuple[Candidate, ...]
     origins: tuple[str, ...] = ()
     layers: tuple[LayerRunner, ...] = ()
+    #: What was measured on this very machine, in front of the ranks; None: nothing was.
+    tuned: TunedTable | None = None
+
+    @property
+    def digest(self) -> str:
+        """Of the candidates: changes whenever one is added, removed or changed."""
+        return hashlib.sha256(msgspec.json.encode(sorted(self.candidates, key=lambda c: c.name))).hexdigest()[
+            :16
+        ]
 
     def runner(self, stage: str, capability: Capability) -> RunnerChoice:
         """What runs the decoder layers of ``stage``: the best ranked that this machine can; "eager" always can."""
@@ -225,13 +237,15 @@ class KernelTable(msgspec.Struct, frozen=True):
         return "; ".join(reasons.values()) or f"no kernel for {fmt.label} on {self.device}"
 
     def layouts(self, fmt: Format, N: int, K: int, dtype: str, capability: Capability) -> list[str]:
-        """Layouts of packed bytes that fit this layer, best first: the order of the best candidate that reads each."""
+        """Layouts of packed bytes that fit this layer, best first: as they were measured here, else in the order of the
+        best candidate that reads each."""
         found: dict[str, int] = {}
         for c in self.of(fmt):
             if c.misfit(capability, dtype) or c.shape_misfit(N, K, c.rows[0], fmt.group_size):
                 continue
             found[c.layout] = min(found.get(c.layout, c.rank), c.rank)
-        return sorted(found, key=lambda layout: (found[layout], layout))
+        costs = self.tuned.costs(fmt, dtype, N, K) if self.tuned is not None else {}
+        return sorted(found, key=lambda layout: (costs.get(layout, math.inf), found[layout], layout))
 
     def place(
         self,
@@ -271,7 +285,8 @@ class KernelTable(msgspec.Struct, frozen=True):
         reasons: list[str] = []
         first_missed: tuple[str, str] | None = None
         by_shape = False
-        for c in sorted(self.of(fmt), key=lambda c: c.order(rows)):
+        tuned = self.tuned.kernel(fmt, dtype, N, K, rows, layout) if self.tuned is not None else None
+        for c in sorted(self.of(fmt), key=lambda c: (c.name != tuned, *c.order(rows))):
             reason = c.misfit(capability, dtype)
             if reason is not None:
                 reasons.append(reason)
@@ -300,11 +315,12 @@ _REQUIRED: Final = ("name", "op", "weights", "layout")
 
 
 def load_kernels(device: str, user_dir: Path | None = None) -> KernelTable:
-    """The shipped table for "cpu" or "cuda" with the user's entries on top (same name replaces). Raises UsageError."""
+    """The shipped table for "cpu" or "cuda" with the user's entries on top (same name replaces), nothing tuned. Raises
+    UsageError."""
     if device not in DEVICES:
         raise UsageError(f"no kernel table for {device!r}", f"legal: {', '.join(DEVICES)}")
     shipped = locations.shipped("kernels_cfg") / f"{device}.toml"
-    user = (user_dir or locations.config_dir() / "kernels_cfg") / f"{device}.toml"
+    user = (user_dir or locations.user_kernels()) / f"{device}.toml"
     found: dict[str, Candidate] = {}
     layers: dict[str, LayerRunner] = {}
     origins = []

@@ -19,6 +19,7 @@ from pdq_tui.core.messages.events import (
     Dropped,
     Failure,
     Hello,
+    KernelsTimed,
     ModelReady,
     Note,
     Pong,
@@ -29,6 +30,7 @@ from pdq_tui.core.messages.events import (
     Scored,
     StageSample,
     TaskEnded,
+    TuneStarted,
     WorkloadReady,
     WorkloadRefused,
 )
@@ -50,6 +52,8 @@ Event = (
     | StageSample
     | Request
     | Scored
+    | TuneStarted
+    | KernelsTimed
     | RunEnded
     | Note
     | Failure
