@@ -22,7 +22,7 @@ from pdq_tui.core import toml
 from pdq_tui.core.formats import ACTIVATIONS as ACTIVATIONS
 from pdq_tui.core.formats import GROUP_SIZES, KINDS, Format
 from pdq_tui.core.policy import STAGES
-from pdq_tui.core.tuned import TunedTable
+from pdq_tui.core.tuned import TIE, TunedTable
 from pdq_tui.errors import UsageError
 
 SCHEMA: Final = 1
@@ -245,7 +245,12 @@ class KernelTable(msgspec.Struct, frozen=True):
                 continue
             found[c.layout] = min(found.get(c.layout, c.rank), c.rank)
         costs = self.tuned.costs(fmt, dtype, N, K) if self.tuned is not None else {}
-        return sorted(found, key=lambda layout: (costs.get(layout, math.inf), found[layout], layout))
+        equal = min(costs.values(), default=0.0) + TIE
+        order = {
+            layout: 0.0 if costs.get(layout, math.inf) <= equal else costs.get(layout, math.inf)
+            for layout in found
+        }
+        return sorted(found, key=lambda layout: (order[layout], found[layout], layout))
 
     def place(
         self,

@@ -28,7 +28,7 @@ ROWS: Final = (1, 4, 16, 64, 512)
 MANY: Final = 1_000_000
 #: A candidate may win whose error against float64 is at most this many times the format's own.
 MAX_ERROR_FACTOR: Final = 1.5
-#: Among candidates within this share of the fastest, the order of the kernel tables decides.
+#: Kernels, and layouts, that differ by less than this share are equal, and the order of the kernel tables decides.
 TIE: Final = 0.03
 #: Keys of a stamp, and what people call them.
 STAMP: Final[dict[str, str]] = {

@@ -43,6 +43,8 @@ MOST_SAMPLES: Final = 40
 #: After so many samples a candidate that never came within this factor of the best is left at that.
 LOST_AFTER: Final = 3
 LOST_FACTOR: Final = 2.0
+#: Share of the rounds in which another kernel must have been faster than the one that the tables put first.
+BEATS: Final = 0.8
 #: The output head sees the last positions only: as many rows as requests.
 HEAD_ROWS: Final = 16
 #: What of a result is held against float64: so many rows and columns at most.
@@ -59,7 +61,7 @@ def stamp(info: p.DeviceInfo, table: KernelTable, kernels: str | None) -> dict[s
         "gpu": info.name if info.kind == "cuda" else "",
         "isa": " ".join(info.isa),
         "threads": str(info.threads),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "kernels": (kernels or "") if info.kind == "cpu" else "",
         "candidates": table.digest,
     }
@@ -357,9 +359,7 @@ class Tuner:
         for layout in {r.candidate.layout for r in runners}:
             fair = [r for r in runners if r.candidate.layout == layout and r.samples and r.excluded is None]
             if fair:
-                least = min(statistics.median(r.samples) for r in fair)
-                near = (r for r in fair if statistics.median(r.samples) <= least * (1 + TIE))
-                best.add(min(near, key=lambda r: r.candidate.order(rows)).candidate.name)
+                best.add(_fastest(sorted(fair, key=lambda r: r.candidate.order(rows))).candidate.name)
         found = []
         for r in runners:
             c = r.candidate
@@ -376,3 +376,16 @@ class Tuner:
         for name, why in broken.items():
             found.append(p.KernelTime(kernel=name, layout="", excluded=f"its probe failed: {why}"))
         return sorted(found, key=lambda t: (t.us is None, t.us or 0.0, t.kernel))
+
+
+def _fastest(runners: Sequence[_Runner]) -> _Runner:
+    """The first of these, in the tables' order, unless another one is clearly faster: by its median, and in at least four
+    of five of the rounds that both ran. On a busy machine a median alone changes from one minute to the next."""
+    first = runners[0]
+    bar = statistics.median(first.samples) / (1 + TIE)
+
+    def beats(other: _Runner) -> bool:
+        pairs = list(zip(other.samples, first.samples, strict=False))
+        return statistics.median(other.samples) <= bar and sum(a < b for a, b in pairs) >= BEATS * len(pairs)
+
+    return min(filter(beats, runners[1:]), key=lambda r: statistics.median(r.samples), default=first)
