@@ -39,7 +39,7 @@ MOST_COPIES: Final = 512
 SAMPLE_MS: Final = 2.0
 #: Samples of each candidate: at least, and at most.
 LEAST_SAMPLES: Final = 5
-MOST_SAMPLES: Final = 40
+MOST_SAMPLES: Final = 1000
 #: After so many samples a candidate that never came within this factor of the best is left at that.
 LOST_AFTER: Final = 3
 LOST_FACTOR: Final = 2.0
