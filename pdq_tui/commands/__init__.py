@@ -12,6 +12,7 @@ COMMANDS: Final = {
     "replay": "replay",
     "policies": "policies",
     "snapshots": "snapshots",
+    "tune": "tune",
     "doctor": "doctor",
     "where": "where",
     "config": "settings",

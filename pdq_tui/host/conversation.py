@@ -142,6 +142,10 @@ class Conversation:
         self._supervisor.send(command)
         return self._supervisor.vanish(timeout_s)
 
+    def tune(self, command: p.Tune, seen: Callable[[Any], object]) -> p.RunEnded:
+        """``seen`` is called with every event, so that what was measured before an interrupt is there."""
+        return self._ended(command, seen)
+
     def _ended(self, command: p.Message, seen: Callable[[Any], object] = lambda e: None) -> p.RunEnded:
         self._supervisor.send(command)
         ended: p.RunEnded = self._until(p.RunEnded, seen=seen)

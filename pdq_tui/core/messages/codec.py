@@ -20,6 +20,7 @@ from pdq_tui.core.messages.events import (
     Dropped,
     Failure,
     Hello,
+    KernelsTimed,
     ModelReady,
     Note,
     Pong,
@@ -30,6 +31,7 @@ from pdq_tui.core.messages.events import (
     Scored,
     StageSample,
     TaskEnded,
+    TuneStarted,
     WorkloadReady,
     WorkloadRefused,
 )
@@ -52,6 +54,8 @@ Event = (
     | Request
     | Scored
     | Answered
+    | TuneStarted
+    | KernelsTimed
     | RunEnded
     | Note
     | Failure
