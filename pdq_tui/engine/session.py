@@ -15,6 +15,7 @@ from pdq_tui.core import protocol as p
 from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.policy import Policy
 from pdq_tui.engine import faults, native, quality
+from pdq_tui.engine.asking import Asker
 from pdq_tui.engine.bench import Bench, Control
 from pdq_tui.engine.cancel import Cancelled, check
 from pdq_tui.engine.channel import Inbox
@@ -68,6 +69,8 @@ class Session:
                     self._run_blocks(number, command)
                 case p.Score():
                     self._run(number, lambda bench, control: self._score(bench, control, command))
+                case p.Ask():
+                    self._run(number, lambda bench, control: self._ask(bench, control, command))
                 case _:
                     self.send(p.Note(level="warn", text=f"the engine has no use for {stage}"))
         except RequestFailedError as failed:
@@ -181,6 +184,8 @@ class Session:
                 )
             )
             return
+        caches = self.staged.caches
+        model.info.kv, model.info.kv_refused = caches.shape.geometry, caches.refused
         bench = self.bench = Bench(device, self.send)
         bench.eos, bench.peaks = model.eos, found
         bench.text = lambda ids: str(model.tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -322,6 +327,19 @@ class Session:
             if scored is None:
                 break
             self.send(scored)
+            done += 1
+        self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
+
+    def _ask(self, bench: Bench, control: Control, command: p.Ask) -> None:
+        assert self.model is not None and self.device is not None
+        asker = Asker(self.device, self.model, bench.arm(command.arm), prompt_sets.built_in)
+        done, total = 0, len(command.questions)
+        for question in command.questions:
+            if control.stopped():
+                break
+            what = f"{command.arm}: {question.id}"
+            self.send(p.Progress(task=command.task, label=what, done=done, total=total, unit="questions"))
+            self.send(asker.answer(question, control.stopped))
             done += 1
         self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
 

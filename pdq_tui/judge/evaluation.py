@@ -94,7 +94,7 @@ class Evaluation:
         try:
             return self._steps(watch)
         finally:
-            self._close()
+            self.close()
 
     def _steps(self, watch: Watch) -> dict[str, Json]:
         for number, step in enumerate(STEPS, 1):
@@ -172,7 +172,8 @@ class Evaluation:
             talk.workload(self.spec.workload)
         return self._talk
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End the engine; what needs one opens another, in which nothing is ready."""
         talk, self._talk = self._talk, None
         self._armed.clear()
         if talk is not None:

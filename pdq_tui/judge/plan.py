@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import msgspec
 
@@ -14,7 +15,10 @@ from pdq_tui.judge.traffic import Shape
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """``selection_blocks`` and ``blocks`` of the two runs. ``small_windows`` decide who is measured at all, ``windows``
-    what is reported; each is ``window_tokens`` long (prefill path), or as many and ``new_tokens`` forced ones (decode)."""
+    what is reported; each is ``window_tokens`` long (prefill path), or as many and ``new_tokens`` forced ones (decode).
+
+    longest_request_s  a single request of the abnormal inputs that would take longer is not sent, and said not to be.
+    """
 
     name: str
     selection_blocks: int
@@ -23,6 +27,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     windows: int
     window_tokens: int
     new_tokens: int
+    longest_request_s: float
     keep_uniform: int = 3
     keep_staged: int = 2
 
@@ -38,6 +43,7 @@ PLANS: Final = {
             windows=8,
             window_tokens=256,
             new_tokens=24,
+            longest_request_s=60.0,
         ),
         Plan(
             name="full",
@@ -47,6 +53,7 @@ PLANS: Final = {
             windows=24,
             window_tokens=512,
             new_tokens=128,
+            longest_request_s=600.0,
         ),
     )
 }
@@ -118,13 +125,23 @@ STEPS: Final = (
         title="Quality, held out",
         why="other windows than those that selected; along the answer, so that the guilty stage shows",
     ),
+    Step(
+        name="abnormal",
+        title="Abnormal inputs",
+        why="somebody will send them: each has to end in a stated way, and the next request has to be right",
+    ),
 )
 
-#: What a whole protocol has and this version does not: said in every verdict.
-NOT_TESTED: Final = {
-    "task set": "divergence does not rank near-lossless policies",
-    "load": "throughput under rising concurrency and its knee",
-    "soak": "hours of running: drift of time, memory and answers",
-    "abnormal inputs": "empty, blank, too long, cancelled and broken requests",
-    "energy": "needs a counter and windows of one stage",
+#: What a whole protocol has, in a few words, and the step that tests it; None: this version does not.
+RISKS: Final[dict[str, tuple[str, str | None]]] = {
+    "task set": ("divergence does not rank near-lossless policies", None),
+    "load": ("throughput under rising concurrency and its knee", None),
+    "soak": ("hours of running: drift of time, memory and answers", None),
+    "abnormal inputs": ("empty, blank, too long, cancelled and broken requests", "abnormal"),
+    "energy": ("needs a counter and windows of one stage", None),
 }
+
+
+def not_tested(found: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """By name of the risk: why it matters, of those that no finished step has looked at."""
+    return {name: why for name, (why, step) in RISKS.items() if step is None or step not in found}

@@ -36,6 +36,8 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
             "plan": self.spec.plan.name,
             "gate": self.spec.gate,
             "verdict": msgspec.to_builtins(self.verdict),
+            "quality": _paths(self.found),
+            "abnormal": self.found.get("abnormal", {}).get("abnormal", []),
             "map": self.found.get("confirmation", {}).get("map", []),
             "steps": [{"name": t.name, "status": self._status(t.name)} for t in STEPS],
             "found": self.found,
@@ -43,6 +45,32 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
 
     def _status(self, step: str) -> str:
         return str(self.found[step].get("stop") or "done") if step in self.found else "not reached"
+
+
+def _paths(found: Mapping[str, Json]) -> dict[str, list[dict[str, Any]]]:
+    """The held-out set, or the small one where the protocol stopped there: means by path, and the decode path by
+    position."""
+    paths = (found.get("quality") or found.get("small_quality") or {}).get("paths", {})
+    rows = [path for of in paths.values() for path in of]
+    return {
+        "prefill_path": [
+            {"policy": r["policy"], "kld": r["kld"]["value"], "ci95": r["kld"]["ci95"]}
+            for r in rows
+            if r["path"] == "prefill"
+        ],
+        "decode_path": [
+            {
+                "policy": r["policy"],
+                "forced": r["forced"],
+                "position": at,
+                "kld": e["value"],
+                "ci95": e["ci95"],
+            }
+            for r in rows
+            if r["path"] == "decode"
+            for at, e in r["by_position"]
+        ],
+    }
 
 
 def evaluated(spec: Spec, found: Mapping[str, Json]) -> Evaluated:

@@ -52,6 +52,8 @@ def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict) -> Page:
             break
     if "confirmation" in found:
         tables.append(_map(found["confirmation"]))
+    if "abnormal" in found:
+        tables.append(_abnormal(found["abnormal"]))
     tables.append(_scenarios(cards(spec, found, v)))
     if "conditions" in found:
         tables.append(_cost(spec, found["conditions"]))
@@ -289,6 +291,28 @@ def _scenarios(found: Sequence[Card]) -> Table:
         rows=[[c.name, c.says, c.because] for c in found],
         left=3,
         footer=["each from what was measured alone; the verdict weighs your traffic"],
+    )
+
+
+def _abnormal(a: Json) -> Table:
+    right = {True: "yes", False: "NO", None: MISSING}
+    rows = [
+        [
+            r["case"],
+            " or ".join(r["expected"]),
+            r["state"] or MISSING,
+            right[r["next_right"]],
+            _MARKS[r["result"]],
+            r["reason"] or "",
+        ]
+        for r in a["abnormal"]
+    ]
+    return Table(
+        title=f"does it hold up? Abnormal inputs to {a['policy']}",
+        columns=["case", "has to be", "ended", "next right", "result", "why"],
+        rows=rows,
+        left=6,
+        footer=["next right: the same clean request gave the same tokens as before"],
     )
 
 
