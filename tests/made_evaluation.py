@@ -126,6 +126,17 @@ def confirmation() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def abnormal() -> dict[str, Any]:
+    def case(name: str) -> dict[str, Any]:
+        return {
+            "case": name, "expected": ["answered"], "state": "answered", "next_right": True, "result": "pass", "reason": None,
+        }  # fmt: skip
+
+    return {
+        "seconds": 14.0, "stop": None, "policy": STAGED, "abnormal": [case("blank"), case("cancelled in decode")],
+    }  # fmt: skip
+
+
 def found() -> dict[str, Any]:
     """What the steps found, in their order."""
     made = {
@@ -135,6 +146,7 @@ def found() -> dict[str, Any]:
         "small_quality": scored(),
         "confirmation": confirmation(),
         "quality": scored(),
+        "abnormal": abnormal(),
     }
     return {step.name: made[step.name] for step in STEPS if step.name in made}
 

@@ -86,6 +86,12 @@ class ExportDialog(ModalScreen[None]):
         self._show()
         self._tell("space on or off   tab directory   enter export   esc close")
 
+    def only(self, form: str) -> None:
+        """This one of ``FORMATS`` on, the others off."""
+        self.formats = {form}
+        if self.is_mounted:
+            self._show()
+
     def _session(self) -> Any:
         return getattr(self.app, "session")  # noqa: B009 - the app's class is not this room's to know
 
