@@ -13,6 +13,7 @@ COMMANDS: Final = {
     "policies": "policies",
     "snapshots": "snapshots",
     "tune": "tune",
+    "trace": "trace",
     "doctor": "doctor",
     "where": "where",
     "config": "settings",

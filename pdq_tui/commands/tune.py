@@ -179,7 +179,7 @@ def _time(us: float | None) -> str:
     return f"{us:.1f} us" if us < 1000 else f"{us / 1000:.2f} ms"
 
 
-def _against(best: p.KernelTime | None, shipped: p.KernelTime | None) -> str:
+def _against(best: p.CandidateTime | None, shipped: p.CandidateTime | None) -> str:
     if best is None or shipped is None or shipped.us is None or best.us is None:
         return "n/a"
     if best.kernel == shipped.kernel:

@@ -36,6 +36,7 @@ from pdq_tui.core.messages.commands import (
     Shutdown,
     StartLoop,
     Stop,
+    Trace,
     Tune,
     Watch,
 )
@@ -65,16 +66,17 @@ from pdq_tui.core.messages.events import (
     WorkloadRefused,
 )
 from pdq_tui.core.messages.facts import (
+    CandidateTime,
     Coverage,
     DeviceInfo,
     Fallback,
-    KernelTime,
     KvInfo,
     LeftModule,
     ModelInfo,
     WeightsInfo,
 )
 from pdq_tui.core.messages.own import SnapshotSaved, WorkerExited, WorkerStarted
+from pdq_tui.core.messages.profiles import KernelTime, StageTrace, Traced
 from pdq_tui.core.messages.readings import CpuSample, GpuSample, SensorSample, SensorState
 
 __all__ = [
@@ -86,6 +88,7 @@ __all__ = [
     "ArmSwitched",
     "Ask",
     "CancelTask",
+    "CandidateTime",
     "Command",
     "Coverage",
     "CpuSample",
@@ -127,9 +130,12 @@ __all__ = [
     "Shutdown",
     "SnapshotSaved",
     "StageSample",
+    "StageTrace",
     "StartLoop",
     "Stop",
     "TaskEnded",
+    "Trace",
+    "Traced",
     "Tune",
     "TuneStarted",
     "UnknownTypeError",

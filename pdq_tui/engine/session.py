@@ -17,7 +17,7 @@ from pdq_tui.core import protocol as p
 from pdq_tui.core.kernels import KernelTable, load_kernels
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.tuned import in_use
-from pdq_tui.engine import faults, native, quality, tune
+from pdq_tui.engine import faults, native, quality, trace, tune
 from pdq_tui.engine.asking import Asker
 from pdq_tui.engine.bench import Bench, Control
 from pdq_tui.engine.cancel import Cancelled, check
@@ -71,6 +71,9 @@ class Session:
                     self._run(number, lambda bench, control: bench.loop(command, control))
                 case p.RunBlocks():
                     self._run_blocks(number, command)
+                case p.Trace():
+                    stage = "trace"
+                    self._trace(number, command)
                 case p.Score():
                     self._run(number, lambda bench, control: self._score(bench, control, command))
                 case p.Ask():
@@ -374,10 +377,41 @@ class Session:
         self.staged.give_back()
         self.send(p.RunEnded(reason=reason, requests=done))
 
+    def _trace(self, number: int, command: p.Trace) -> None:
+        """A burst beside everything that is measured: a block around it is given up."""
+        try:
+            if (
+                self.bench is None
+                or self.bench.prepared is None
+                or self.device is None
+                or self.staged is None
+            ):
+                raise UsageError("there is no model and workload to profile yet")
+            bench, prepared = self.bench, self.bench.prepared
+            arm = bench.arm(command.arm)
+            bench.disturbed()
+            with self._task("trace", command.arm):
+                done = trace.trace(
+                    self.device,
+                    arm,
+                    prepared.batches[0],
+                    prepared.capacity,
+                    command.steps,
+                    Path(command.folder) if command.folder else None,
+                    self.staged.kernels,
+                    self._progress("trace", ""),
+                    lambda: self.inbox.cancelled(number),
+                )
+        except Cancelled:
+            done = p.Traced(arm=command.arm, policy="", failed="cancelled")
+        except PdqError as error:
+            done = p.Traced(arm=command.arm, policy="", failed=error.message)
+        self.send(done)
+
     def _between(self) -> bool:
-        """Carry out the arms and workloads that wait; True where something else waits, which ends the loop."""
+        """Carry out the arms, workloads and bursts that wait; True where something else waits, which ends the loop."""
         while (waiting := self.inbox.peek()) is not None:
-            if not isinstance(waiting, (p.SetArm, p.SetWorkload)):
+            if not isinstance(waiting, (p.SetArm, p.SetWorkload, p.Trace)):
                 return True
             taken = self.inbox.next()
             if taken is None:

@@ -357,7 +357,7 @@ class Tuner:
 
     def _times(
         self, group: _Group, runners: Sequence[_Runner], rows: int, broken: dict[str, str]
-    ) -> list[p.KernelTime]:
+    ) -> list[p.CandidateTime]:
         shipped = self._table.place(
             Use(group.fmt), group.layer.N, group.k, rows, self._dtype(group.fmt), self._capability, broken
         ).candidate
@@ -369,7 +369,7 @@ class Tuner:
         found = []
         for r in runners:
             c = r.candidate
-            time = p.KernelTime(
+            time = p.CandidateTime(
                 kernel=c.name, layout=c.layout, n=len(r.samples), error=r.error, excluded=r.excluded,
                 best=c.name in best,
                 shipped=shipped is not None and (shipped.op, shipped.layout) == (c.op, c.layout),
@@ -380,7 +380,7 @@ class Tuner:
                 time.us_low, time.us_high = quarters[0] * 1e6, quarters[2] * 1e6
             found.append(time)
         for name, why in broken.items():
-            found.append(p.KernelTime(kernel=name, layout="", excluded=f"its probe failed: {why}"))
+            found.append(p.CandidateTime(kernel=name, layout="", excluded=f"its probe failed: {why}"))
         return sorted(found, key=lambda t: (t.us is None, t.us or 0.0, t.kernel))
 
 

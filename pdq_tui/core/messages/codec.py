@@ -36,6 +36,7 @@ from pdq_tui.core.messages.events import (
     WorkloadRefused,
 )
 from pdq_tui.core.messages.own import SnapshotSaved, WorkerExited, WorkerStarted
+from pdq_tui.core.messages.profiles import Traced
 from pdq_tui.core.messages.readings import SensorSample, SensorState
 from pdq_tui.errors import PdqError
 
@@ -56,6 +57,7 @@ Event = (
     | Answered
     | TuneStarted
     | KernelsTimed
+    | Traced
     | RunEnded
     | Note
     | Failure

@@ -138,6 +138,18 @@ class Tune(Message):
     seed: int = 0
 
 
+class Trace(Message):
+    """Run ``arm`` once under torch's profiler, one prefill and ``steps`` decode steps, beside every measurement: in a
+    loop it comes between two requests, in a measurement after its end. Answered by ``Traced``.
+
+    folder  where the trace is written, in a directory of its own; None: it is read and not kept
+    """
+
+    arm: str
+    steps: int = 4
+    folder: str | None = None
+
+
 class Stop(Message):
     """End the running loop or measurement at the next token; results so far stay."""
 
@@ -174,6 +186,7 @@ Command = (
     | Score
     | Ask
     | Tune
+    | Trace
     | Stop
     | CancelTask
     | Ping

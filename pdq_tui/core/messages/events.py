@@ -6,10 +6,10 @@ import msgspec
 
 from pdq_tui.core.messages.base import Message
 from pdq_tui.core.messages.facts import (
+    CandidateTime,
     Coverage,
     DeviceInfo,
     Fallback,
-    KernelTime,
     KvInfo,
     ModelInfo,
     WeightsInfo,
@@ -275,7 +275,7 @@ class KernelsTimed(Message):
     rows: int
     rows_low: int
     rows_high: int
-    times: list[KernelTime]
+    times: list[CandidateTime]
     own_error: float | None = None
     rotating_bytes: int = 0
 

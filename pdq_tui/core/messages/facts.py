@@ -88,7 +88,7 @@ class Fallback(msgspec.Struct, kw_only=True):
     modules: int = 1
 
 
-class KernelTime(msgspec.Struct, kw_only=True):
+class CandidateTime(msgspec.Struct, kw_only=True):
     """One candidate on one layer shape and row count.
 
     us        median microseconds of one call; ``us_low`` and ``us_high`` are quartiles, ``n`` samples
