@@ -40,12 +40,13 @@ class Look:
 
 @dataclass(frozen=True)
 class Display:
-    """The display's own state, which the session does not know."""
+    """The display's own state, which the session does not know. ``first``: nobody has been here before."""
 
     frozen_s: float | None = None
     slow_fps: float | None = None
     fps: float = 2.0
     readonly: bool = False
+    first: bool = False
 
 
 def state_words(view: SessionView, display: Display, look: Look) -> Part:
@@ -157,7 +158,7 @@ def arm_words(arm: ArmView | None, look: Look, form: Form = "long", *, reference
     if arm is None or policy is None:
         return "no policy"
     stages = [stage_word(policy, stage) for stage in STAGES]
-    kv = f"kv {policy.kv.decode}"
+    kv = f"kv {policy.kv.label}"
     if form == "long":
         text = " · ".join([*(f"{stage} {word}" for stage, word in zip(STAGES, stages, strict=True)), kv])
     else:

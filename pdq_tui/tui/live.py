@@ -17,7 +17,7 @@ from textual.screen import Screen
 
 from pdq_tui.core.policy import Stage
 from pdq_tui.host.view import SessionView
-from pdq_tui.tui import heading, keys, live_layout, modals, panels, pictures
+from pdq_tui.tui import heading, keys, kv_edit, live_layout, modals, panels, pictures
 from pdq_tui.tui.ask import Pick, Write
 from pdq_tui.tui.chart import Chart
 from pdq_tui.tui.copying import copy_text
@@ -122,7 +122,7 @@ class LiveScreen(Screen[None]):
             return  # another screen is in front
         view = self._with_fetch(self.pdq.session.view(self.window_s))
         self._mark(view)
-        display = Display(readonly=self.pdq.readonly, fps=self.pdq.fps)
+        display = Display(readonly=self.pdq.readonly, fps=self.pdq.fps, first=self.pdq.options.first)
         if self.slow:
             display = replace(display, slow_fps=1.0)
         if self.frozen is not None:
@@ -185,8 +185,7 @@ class LiveScreen(Screen[None]):
         arm = view.active
         policy = heading.wanted_policy(view.arms.get(arm))
         if policy is None:
-            self.pdq.session.note("warn", f"arm {arm} has no policy yet")
-            self.redraw(charts=False)
+            self._no_policy(arm)
             return
 
         def chosen(label: str | None) -> None:
@@ -206,9 +205,23 @@ class LiveScreen(Screen[None]):
 
     def action_kv(self) -> None:
         view = self.now()
-        policy = heading.wanted_policy(view.arms.get(view.active))
-        current = policy.kv.decode if policy else "bf16"
-        self.app.push_screen(Pick(f"arm {view.active}: the KV cache", modals.KV_CHOICES, current))
+        arm = view.active
+        policy = heading.wanted_policy(view.arms.get(arm))
+        if policy is None:
+            self._no_policy(arm)
+            return
+
+        def chosen(label: str | None) -> None:
+            if label is not None and label != policy.kv.label:
+                self.pdq.session.set_policy(arm, policy.with_kv(kv_edit.BY_LABEL[label]))
+            self.redraw(charts=False)
+
+        question = f"arm {arm}: the KV cache, as prefill/decode read it"
+        self.app.push_screen(Pick(question, kv_edit.presets(view.model), policy.kv.label), chosen)
+
+    def _no_policy(self, arm: str) -> None:
+        self.pdq.session.note("warn", f"arm {arm} has no policy yet")
+        self.redraw(charts=False)
 
     def action_snapshot(self) -> None:
         self.pdq.save_snapshots(self._measured_arms(), "")
@@ -237,6 +250,11 @@ class LiveScreen(Screen[None]):
         index = self._chart_index()
         place = pictures.CHARTS.index(self.charts[index])
         self.charts[index] = pictures.CHARTS[(place + step) % len(pictures.CHARTS)]
+        self.redraw()
+
+    def action_show_metric(self, chart: str) -> None:
+        """``chart``: one of ``pictures.CHARTS``; into the focused chart, else the first."""
+        self.charts[self._chart_index()] = chart
         self.redraw()
 
     def _chart_index(self) -> int:

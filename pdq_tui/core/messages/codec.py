@@ -13,12 +13,14 @@ import msgspec
 from pdq_tui.core.messages.base import VERSION, Message
 from pdq_tui.core.messages.commands import Command
 from pdq_tui.core.messages.events import (
+    Answered,
     ArmReady,
     ArmRefused,
     ArmSwitched,
     Dropped,
     Failure,
     Hello,
+    KernelsTimed,
     ModelReady,
     Note,
     Pong,
@@ -29,6 +31,7 @@ from pdq_tui.core.messages.events import (
     Scored,
     StageSample,
     TaskEnded,
+    TuneStarted,
     WorkloadReady,
     WorkloadRefused,
 )
@@ -51,6 +54,9 @@ Event = (
     | StageSample
     | Request
     | Scored
+    | Answered
+    | TuneStarted
+    | KernelsTimed
     | Traced
     | RunEnded
     | Note

@@ -51,6 +51,15 @@ def identity() -> str | None:
     return None if _State.path is None else _State.path.parent.name
 
 
+def built(folder: Path) -> str | None:
+    """The identity that the library of ``folder`` will have here once ``ensure`` has loaded it; None where it is not
+    built, or not possible."""
+    if not possible():
+        return None
+    digest = _digest()
+    return digest if (folder / digest / _NAME).is_file() else None
+
+
 def why_not() -> str | None:
     """Why ``ensure`` found that it cannot be had; None where it can, or was not asked."""
     return _State.reason
@@ -99,8 +108,10 @@ def load(library: Path) -> None:
         except OSError as error:
             _State.reason = f"it cannot be loaded: {error}"
             return
-        for name in ("dense", "int8", "int4"):
+        for name in ("dense", "int8", "int4", "nested"):
             torch.library.register_fake(f"pdq_native::{name}", _shape)
+        for name in ("widen_int4", "widen_nested"):
+            torch.library.register_fake(f"pdq_native::{name}", _nothing)
         if hasattr(torch.ops.pdq_native, "causal"):  # only where AVX512-BF16 was built
             torch.library.register_fake("pdq_native::causal", _prompt_shape)
         _State.path = library
@@ -108,6 +119,10 @@ def load(library: Path) -> None:
 
 def _shape(x: torch.Tensor, w: torch.Tensor, *_rest: object) -> torch.Tensor:
     return x.new_empty(x.shape[0], w.shape[0])
+
+
+def _nothing(*_given: object) -> None:
+    """The fake of an operator that writes into what it is given."""
 
 
 def _prompt_shape(q: torch.Tensor, *_rest: object) -> torch.Tensor:
