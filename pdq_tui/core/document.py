@@ -16,6 +16,7 @@ import msgspec
 from pdq_tui.core.arms import answers, arm_stats, counts, drift, gaps, invalid_reason, timed
 from pdq_tui.core.caveats import warnings
 from pdq_tui.core.comparable import obstacles
+from pdq_tui.core.datasheet import data_sheet
 from pdq_tui.core.facts import Facts, clocks, collect
 from pdq_tui.core.metrics import METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, noise_floor, ratios
@@ -161,6 +162,14 @@ def _device(facts: Facts) -> Json | None:
     put(out, "read_peak_gbps", d.read_peak_gbps, "no read peak was measured")
     out["read_peak_method"] = d.read_peak_method
     out["compute_peak_tflops"] = dict(d.compute_peak_tflops)
+    put(out, "copy_peak_gbps", d.copy_peak_gbps, "no copy peak was measured")
+    sheet = data_sheet(d.name)
+    put(
+        out,
+        "data_sheet",
+        msgspec.to_builtins(sheet) if sheet else None,
+        "no data sheet of this device is known",
+    )
     put(out, "last_level_cache_bytes", d.last_level_cache_bytes, "not told by this device")
     out["memory_method"] = d.memory_method
     return out

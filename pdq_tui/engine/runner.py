@@ -85,6 +85,7 @@ class Peaks:
     read_gbps: float | None = None
     read_method: str = ""
     compute_tflops: dict[str, float] = field(default_factory=dict)
+    copy_gbps: float | None = None
 
 
 @dataclass
