@@ -40,6 +40,7 @@ from pdq_tui.core.messages.commands import (
     Tune,
     Watch,
 )
+from pdq_tui.core.messages.energy import EnergyWindow, MeasureEnergy
 from pdq_tui.core.messages.events import (
     Answered,
     ArmReady,
@@ -94,6 +95,7 @@ __all__ = [
     "CpuSample",
     "DeviceInfo",
     "Dropped",
+    "EnergyWindow",
     "Event",
     "Failure",
     "Fallback",
@@ -105,6 +107,7 @@ __all__ = [
     "KvInfo",
     "LeftModule",
     "Load",
+    "MeasureEnergy",
     "Message",
     "ModelInfo",
     "ModelReady",
