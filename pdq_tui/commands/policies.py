@@ -35,13 +35,21 @@ def list_(as_json: AsJson = False) -> None:
     rows = []
     for entry in entries:
         if entry.policy is None:
-            rows.append((entry.name, entry.origin, "damaged", "", "", entry.error or ""))
+            rows.append((entry.name, entry.origin, "damaged", "", "", "", entry.error or ""))
         else:
             p = entry.policy
             rows.append(
-                (p.name, entry.origin, p.storage, p.prefill.format.label, p.decode.format.label, p.summary)
+                (
+                    p.name,
+                    entry.origin,
+                    p.storage,
+                    p.prefill.format.label,
+                    p.decode.format.label,
+                    p.kv.label,
+                    p.summary,
+                )
             )
-    emit(columns(rows, ("policy", "from", "storage", "prefill", "decode", "summary")))
+    emit(columns(rows, ("policy", "from", "storage", "prefill", "decode", "kv", "summary")))
 
 
 def _json(entry: Entry) -> dict[str, Any]:
@@ -129,9 +137,10 @@ def check(
             emit(json.dumps([{**msgspec.to_builtins(p), "digest": p.digest} for p in found], indent=1))
             return
         rows_ = [
-            (p.name, "ok", p.storage, p.prefill.format.label, p.decode.format.label, p.digest) for p in found
+            (p.name, "ok", p.storage, p.prefill.format.label, p.decode.format.label, p.kv.label, p.digest)
+            for p in found
         ]
-        emit(columns(rows_, ("policy", "valid", "storage", "prefill", "decode", "digest")))
+        emit(columns(rows_, ("policy", "valid", "storage", "prefill", "decode", "kv", "digest")))
         return
     from pdq_tui.commands.predicted import directory, predicted, table
 

@@ -10,7 +10,7 @@ from pdq_tui.commands.common import columns
 from pdq_tui.commands.flags import DEMO
 from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.policy import Policy
-from pdq_tui.core.predict import Prediction, predict
+from pdq_tui.core.predict import REFUSED, Prediction, predict
 from pdq_tui.core.shapes import read_shapes
 from pdq_tui.errors import UsageError
 
@@ -40,6 +40,8 @@ def table(predictions: Sequence[Prediction]) -> str:
         "stored MiB",
         "extra MiB",
         "kept MiB",
+        "KV",
+        "KV B/token",
     )
     rows, notes = [], []
     for p in predictions:
@@ -57,16 +59,24 @@ def table(predictions: Sequence[Prediction]) -> str:
                     mib(p.stored_bytes) if first else "",
                     mib(p.extra_bytes) if first else "",
                     mib(p.kept_bytes) if first else "",
+                    p.kv if first else "",
+                    kv_bytes(p, stage),
                 )
             )
             for left in s.left:
                 names = ", ".join(left.modules[:3]) + (" …" if len(left.modules) > 3 else "")
                 notes.append(f"{p.policy}, {stage}: {len(left.modules)} left ({names}): {left.reason}")
-    for p in predictions[:1]:
-        kv = "unknown: " + p.kv_reason if p.kv_bytes_per_token is None else f"{p.kv_bytes_per_token} bytes"
-        notes.append(f"KV cache per token: {kv}")
-    notes += dict.fromkeys(note for p in predictions for note in p.notes)
+        if p.kv_bytes_per_token is None:
+            notes.append(f"{p.policy}: KV cache per token is not known: {p.kv_reason}")
+        notes += [f"{p.policy}: {note}" for note in p.notes if note.startswith(REFUSED)]
+    notes += dict.fromkeys(note for p in predictions for note in p.notes if not note.startswith(REFUSED))
     return columns(rows, head) + "".join(f"- {note}\n" for note in notes)
+
+
+def kv_bytes(p: Prediction, stage: str) -> str:
+    """Of one token, as ``stage`` reads the cache."""
+    size = p.kv_prefill_bytes_per_token if stage == "prefill" else p.kv_bytes_per_token
+    return "-" if size is None else str(size)
 
 
 def mib(size: int) -> str:

@@ -307,7 +307,24 @@ def _put_weights(out: Json, facts: Facts, label: str) -> None:
     weights["bits_per_weight_by_stage"] = {}
     for stage, value in by_stage.items():
         put(weights["bits_per_weight_by_stage"], stage, value, "nothing was converted in this stage")
-    kv: Json = {"bytes_per_token": ready.kv.bytes_per_token, "dtype": ready.kv.dtype}
+    kv: Json = {
+        key: getattr(ready.kv, key)
+        for key in (
+            "bytes_per_token",
+            "dtype",
+            "convert",
+            "sequence_bytes",
+            "layers",
+            "quantized_layers",
+            "sliding_layers",
+        )
+    }
+    for key in ("prefill_dtype", "prefill_bytes_per_token"):
+        put(kv, key, getattr(ready.kv, key), "the engine did not say")
+    put(kv, "kernel", ready.kv.kernel, "the engine did not say")
+    if ready.kv.kernel_reason is not None:  # itself a reason: absent where there is none
+        kv["kernel_reason"] = ready.kv.kernel_reason
+    put(kv, "window", ready.kv.window, "no layer slides")
     unknown = ready.kv.capacity_reason or "this engine did not say how much memory is free"
     put(kv, "free_bytes", ready.kv.free_bytes, unknown)
     kv["reserve_bytes"] = ready.kv.reserve_bytes

@@ -56,10 +56,16 @@ _KINDS: Final = (
         "8-bit weights, a scale per channel",
         {"model": Pair(), "int8": Pair("w8a8", "int8 arithmetic, a scale per token")},
     ),
-    Kind("int4", "4-bit weights", groups=True),
+    Kind(
+        "int4",
+        "4-bit weights",
+        {"model": Pair(), "int8": Pair("w4a8", "4-bit weights, int8 arithmetic, a scale per token")},
+        groups=True,
+    ),
     Kind("nf4", "4-bit NormalFloat (bitsandbytes)", groups=True),
     Kind("fp4", "4-bit floating point (bitsandbytes)", groups=True),
     Kind("llm-int8", "8-bit arithmetic, outlier columns apart (bitsandbytes)"),
+    Kind("nested16", "16-bit weights as an int8 byte and a residual byte, a scale per channel"),
 )
 KINDS: Final[dict[str, Kind]] = {kind.name: kind for kind in _KINDS}
 #: Weight formats of the policy file. "bf16" means the model's own dtype where the model is not bf16.
@@ -103,6 +109,18 @@ class Format(msgspec.Struct, frozen=True, order=True):
     @property
     def dense(self) -> bool:
         return self.kind.dense
+
+
+def stored_parts(fmt: Format) -> tuple[tuple[Format, bool], ...]:
+    """The packed tensors that a format is read from: (format, whether the format adds these bytes itself). Nested weights
+    are the int8 weights, the very bytes that an int8 stage reads, and a residual byte of their own."""
+    return ((Format("int8"), False), (fmt, True)) if fmt.weights == "nested16" else ((fmt, True),)
+
+
+def own_bytes(fmt: Format, N: int, K: int, dtype_bytes: int, layout: str = "") -> int:
+    """What a format stores beside the parts that it shares with another (``stored_parts``)."""
+    k = K + (-K % fmt.group_size if fmt.group_size else 0)
+    return N * k if fmt.weights == "nested16" else packed_bytes(fmt, N, K, dtype_bytes, layout)
 
 
 def wrong_with(fmt: Format) -> tuple[str, str, str] | None:
@@ -163,13 +181,15 @@ def packed_bytes(fmt: Format, N: int, K: int, dtype_bytes: int, layout: str = ""
     """Stored bytes of one weight [N, K], K filled up to whole groups, scales included.
 
     int8: a scale an output channel; int4: a scale and a zero point for each group of columns; both in the model's dtype
-    (``dtype_bytes``). llm-int8, fp8: a float32 scale an output channel; nf4, fp4: a float32 scale a group, in the CPU kernel's
+    (``dtype_bytes``). nested16: two bytes a weight and the scale of int8. llm-int8, fp8: a float32 scale an output channel; nf4, fp4: a float32 scale a group, in the CPU kernel's
     ``layout`` a bfloat16 one.
     """
     k = K + (-K % fmt.group_size if fmt.group_size else 0)
     match fmt.weights:
         case "int8":
             return N * k + N * dtype_bytes
+        case "nested16":
+            return 2 * N * k + N * dtype_bytes
         case "int4":
             return N * k // 2 + k // fmt.group_size * N * 2 * dtype_bytes
         case "nf4" | "fp4":

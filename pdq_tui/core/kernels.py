@@ -21,7 +21,7 @@ from pdq_tui import locations
 from pdq_tui.core import toml
 from pdq_tui.core.formats import ACTIVATIONS as ACTIVATIONS
 from pdq_tui.core.formats import GROUP_SIZES, KINDS, Format
-from pdq_tui.core.policy import STAGES
+from pdq_tui.core.policy import STAGES, Policy, Stage, can_be_transient
 from pdq_tui.core.tuned import TIE, TunedTable
 from pdq_tui.errors import UsageError
 
@@ -75,6 +75,20 @@ OPS: Final[dict[str, tuple[str, ...]]] = {
     "native-int8": ("int8",),
     "native-w8a8": ("int8",),
     "native-int4": ("int4-rows",),
+    "native-int4-dequantize": ("int4-rows",),
+    "native-int4-dequantize-float32": ("int4-rows",),
+    "native-w4a8": ("int4-rows",),
+    "native-nested16": ("nested16",),
+    "native-nested16-dequantize": ("nested16",),
+    "native-nested16-dequantize-float32": ("nested16",),
+    "nested16-dequantize": ("nested16",),
+    "nested16-dequantize-float32": ("nested16",),
+}
+#: Those that fill a dense matrix, one for all layers, before they multiply.
+WIDENING: Final = frozenset(op for op in OPS if "dequantize" in op) | {
+    "linear-float32",
+    "w8a8-float32",
+    "int4-plain",
 }
 LAYOUTS: Final = tuple(sorted({layout for layouts in OPS.values() for layout in layouts}))
 MANY: Final = 1_000_000
@@ -114,6 +128,11 @@ class Candidate(msgspec.Struct, frozen=True):
     min_sm: tuple[int, int] | None = None
     probe: bool = False
     rank: int = 50
+
+    @property
+    def widens(self) -> bool:
+        """It dequantizes the weights, one layer at a time, and multiplies them as a dense matrix."""
+        return self.op in WIDENING
 
     def misfit(self, capability: Capability, dtype: str) -> str | None:
         """Why this device or dtype rules it out, whatever the layer; None where it does not."""
@@ -187,6 +206,33 @@ class Choice(msgspec.Struct, frozen=True):
     by_shape: bool = False
 
 
+class Use(msgspec.Struct, frozen=True):
+    """What a stage makes of a layer: a format; ``widened``: dequantized one layer at a time for a dense product."""
+
+    format: Format
+    widened: bool = False
+
+    def grouped(self, group_size: int) -> Use:
+        """The same with groups of another size."""
+        return Use(msgspec.structs.replace(self.format, group_size=group_size), self.widened)
+
+    @property
+    def label(self) -> str:
+        """For a sentence."""
+        return f"dequantized {self.format.label}" if self.widened else self.format.label
+
+
+def uses_of(policy: Policy, module: str, stage: Stage) -> tuple[Use, Use | None]:
+    """What ``stage`` makes of the linear layer ``module``, and what the other stage makes of the same bytes, where they must
+    be the same and are used in another way."""
+    formats = {s: policy.format_for(module, s) for s in STAGES}
+    transient = policy.storage == "transient" and can_be_transient(formats["prefill"], formats["decode"])
+    uses = {s: Use(formats[s], transient and s == "prefill") for s in STAGES}
+    mine, other = uses[stage], uses["decode" if stage == "prefill" else "prefill"]
+    same = not mine.format.dense and mine.format.storage_key == other.format.storage_key
+    return mine, other if same and mine != other else None
+
+
 class KernelTable(msgspec.Struct, frozen=True):
     """All candidates of one kind of device."""
 
@@ -234,41 +280,80 @@ class KernelTable(msgspec.Struct, frozen=True):
             if reason is None:
                 return None
             reasons.setdefault(reason.removeprefix(c.name), reason)  # once for all kernels that lack the same
-        return "; ".join(reasons.values()) or f"no kernel for {fmt.label} on {self.device}"
+        return "; ".join(reasons.values()) or self._none_for(fmt)
 
-    def layouts(self, fmt: Format, N: int, K: int, dtype: str, capability: Capability) -> list[str]:
+    def _none_for(self, fmt: Format) -> str:
+        with_them = "" if fmt.activations == "model" else f" with {fmt.activations} activations"
+        return f"no kernel on {self.device} multiplies {fmt.weights} weights{with_them}"
+
+    def layouts(
+        self, use: Use, N: int, K: int, dtype: str, capability: Capability, beside: Use | None = None
+    ) -> list[str]:
         """Layouts of packed bytes that fit this layer, best first: as they were measured here, else in the order of the
-        best candidate that reads each."""
+        best candidate that reads each.
+
+        ``beside``: what the other stage makes of the same bytes; layouts that it cannot read are left out, and both
+        stages' best candidates count, so that each stage finds the same order.
+        """
+        ranks = [
+            self._layout_ranks(each, N, K, dtype, capability) for each in ([use, beside] if beside else [use])
+        ]
+        common = set.intersection(*(set(found) for found in ranks))
+        measured: dict[str, float] = {}
+        if self.tuned is not None:
+            measured = self.tuned.costs([use.format, *([beside.format] if beside else [])], dtype, N, K)
+        equal = min(measured.values(), default=0.0) + TIE
+        costs = {layout: measured.get(layout, math.inf) for layout in common}
+        return sorted(
+            common,
+            key=lambda layout: (
+                0.0 if costs[layout] <= equal else costs[layout],
+                sum(found[layout] for found in ranks),
+                layout,
+            ),
+        )
+
+    def _layout_ranks(self, use: Use, N: int, K: int, dtype: str, capability: Capability) -> dict[str, int]:
         found: dict[str, int] = {}
-        for c in self.of(fmt):
-            if c.misfit(capability, dtype) or c.shape_misfit(N, K, c.rows[0], fmt.group_size):
+        for c in self.of(use.format):
+            if c.misfit(capability, dtype) or c.shape_misfit(N, K, c.rows[0], use.format.group_size):
                 continue
-            found[c.layout] = min(found.get(c.layout, c.rank), c.rank)
-        costs = self.tuned.costs(fmt, dtype, N, K) if self.tuned is not None else {}
-        equal = min(costs.values(), default=0.0) + TIE
-        order = {
-            layout: 0.0 if costs.get(layout, math.inf) <= equal else costs.get(layout, math.inf)
-            for layout in found
-        }
-        return sorted(found, key=lambda layout: (order[layout], found[layout], layout))
+            if c.widens or not use.widened:
+                found[c.layout] = min(found.get(c.layout, c.rank), c.rank)
+        return found
 
     def place(
         self,
-        fmt: Format,
+        use: Use,
         N: int,
         K: int,
         rows: int,
         dtype: str,
         capability: Capability,
         broken: Mapping[str, str] = MappingProxyType({}),
+        beside: Use | None = None,
     ) -> Choice:
         """The best candidate among those that read the best layout: the layout does not depend on the rows, so that both
-        stages find the same bytes."""
-        for layout in self.layouts(fmt, N, K, dtype, capability):
-            choice = self.choose(fmt, N, K, rows, dtype, capability, layout=layout, broken=broken)
+        stages find the same bytes. ``beside``: the other stage's use, where it must read them too."""
+        for layout in self.layouts(use, N, K, dtype, capability, beside):
+            choice = self.choose(
+                use.format, N, K, rows, dtype, capability, layout=layout, broken=broken, widened=use.widened
+            )
             if choice.candidate is not None:
                 return choice
-        return self.choose(fmt, N, K, rows, dtype, capability, broken=broken)
+        choice = self.choose(use.format, N, K, rows, dtype, capability, broken=broken, widened=use.widened)
+        if choice.candidate is None or beside is None:
+            return choice
+        reason = f"no kernel here reads one layout for both {use.label} and {beside.label}"
+        return Choice(None, (reason,), by_shape=self._one_layout(use, beside, dtype, capability))
+
+    def _one_layout(self, use: Use, beside: Use, dtype: str, capability: Capability) -> bool:
+        """Does some shape have a layout that both read?"""
+        both = []
+        for each in (use, beside):
+            fitting = [c for c in self.of(each.format) if c.misfit(capability, dtype) is None]
+            both.append({c.layout for c in fitting if c.widens or not each.widened})
+        return bool(both[0] & both[1])
 
     def choose(
         self,
@@ -281,11 +366,12 @@ class KernelTable(msgspec.Struct, frozen=True):
         *,
         layout: str | None = None,
         broken: Mapping[str, str] = MappingProxyType({}),
+        widened: bool = False,
     ) -> Choice:
         """The best candidate for one layer and row count.
 
-        ``layout`` restricts the choice to kernels that read bytes already packed so; ``broken``: candidates whose probe
-        failed, and how.
+        ``layout`` restricts the choice to kernels that read bytes already packed so, ``widened`` to those that dequantize
+        them for a dense product; ``broken``: candidates whose probe failed, and how.
         """
         reasons: list[str] = []
         first_missed: tuple[str, str] | None = None
@@ -303,12 +389,15 @@ class KernelTable(msgspec.Struct, frozen=True):
             if reason is None and layout is not None and c.layout != layout:
                 reasons.append(f"{c.name} reads another layout of the weights than {layout}")
                 continue
+            if reason is None and widened and not c.widens:
+                reasons.append(f"{c.name} does not dequantize the weights")
+                continue
             if reason is None:
                 return Choice(c, tuple(reasons), first_missed)
             reasons.append(reason)
             first_missed = first_missed or (c.name, reason)
         if not reasons:
-            reasons.append(f"no kernel for {fmt.label} on {self.device}")
+            reasons.append(self._none_for(fmt))
         return Choice(None, tuple(reasons), first_missed, by_shape)
 
 

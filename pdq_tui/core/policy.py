@@ -11,7 +11,7 @@ import fnmatch
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
@@ -23,19 +23,25 @@ from pdq_tui.core.formats import (
     default_of,
     wrong_with,
 )
+from pdq_tui.core.kv import (
+    KV_CONVERT,
+    KV_DTYPES,
+    KV_GROUP_SIZES,
+    KV_KEYS,
+    KvPolicy,
+    misfit,
+    natural_convert,
+)
+from pdq_tui.core.kv import Stage as Stage  # every module takes it from here
 from pdq_tui.errors import UsageError
 
 SCHEMA: Final = 1
 
-Stage = Literal["prefill", "decode"]
 STAGES: Final[tuple[Stage, Stage]] = ("prefill", "decode")
 
 STORAGE: Final = ("uniform", "shared", "nested", "transient", "dual")
-IMPLEMENTED_STORAGE: Final = ("uniform", "shared", "dual")
 ON_FALLBACK: Final = ("warn", "fail")
 ON_MISFIT: Final = ("smaller-group", "pad", "leave")
-KV_DTYPES: Final = ("bf16",)
-KV_CONVERT: Final = ("write", "handoff", "never")
 MIXED: Final = ("split", "prefill", "decode")
 
 
@@ -61,12 +67,6 @@ class Keep(msgspec.Struct, frozen=True):
     @property
     def format(self) -> Format:
         return Format(self.weights, self.activations, self.group_size)
-
-
-class KvPolicy(msgspec.Struct, frozen=True):
-    prefill: str = "bf16"
-    decode: str = "bf16"
-    convert: str = "never"
 
 
 class ServingPolicy(msgspec.Struct, frozen=True):
@@ -125,26 +125,48 @@ class Policy(msgspec.Struct, frozen=True):
         """The same policy with one stage replaced: named after what it does, marked unsaved with a trailing *."""
         prefill = value if stage == "prefill" else self.prefill
         decode = value if stage == "decode" else self.decode
-        name = (
-            prefill.format.label
-            if prefill == decode
-            else f"{prefill.format.label}-prefill-{decode.format.label}-decode"
-        )
+        storage = stored_as(prefill.format, decode.format, self.storage)
+        policy = msgspec.structs.replace(self, prefill=prefill, decode=decode, storage=storage)
         return msgspec.structs.replace(
-            self,
-            name=name + "*",
-            summary="unsaved, made in the app",
-            prefill=prefill,
-            decode=decode,
-            storage=natural_storage(prefill.format, decode.format),
+            policy, name=policy.natural_name + "*", summary="unsaved, made in the app"
         )
+
+    def with_kv(self, kv: KvPolicy) -> Policy:
+        """The same policy with another KV cache, named and marked likewise."""
+        policy = msgspec.structs.replace(self, kv=kv)
+        return msgspec.structs.replace(
+            policy, name=policy.natural_name + "*", summary="unsaved, made in the app"
+        )
+
+    @property
+    def natural_name(self) -> str:
+        """What the policy does with weights and KV cache, as a legal name."""
+        prefill, decode = self.prefill.format.label, self.decode.format.label
+        name = prefill if self.prefill == self.decode else f"{prefill}-prefill-{decode}-decode"
+        if self.storage == "transient":
+            name = f"transient-{name}"
+        return name + self.kv.suffix
 
 
 def natural_storage(prefill: Format, decode: Format) -> str:
-    """The storage class that two formats need: one set of bytes (uniform or shared) or two (dual)."""
+    """The storage class that two formats need: one set of bytes (uniform or shared), one that a stage reads half of
+    (nested), or two (dual)."""
     if prefill == decode:
         return "uniform"
-    return "shared" if prefill.storage_key == decode.storage_key else "dual"
+    if prefill.storage_key == decode.storage_key:
+        return "shared"
+    return "nested" if {prefill.weights, decode.weights} == {"nested16", "int8"} else "dual"
+
+
+def can_be_transient(prefill: Format, decode: Format) -> bool:
+    """May prefill dequantize what decode reads, one layer at a time? Where both are the same 4-bit weights."""
+    return prefill == decode and prefill.kind.groups and prefill.activations == "model"
+
+
+def stored_as(prefill: Format, decode: Format, declared: str) -> str:
+    """The storage class of two formats, where ``declared`` is what a policy said before: transient stays where it can."""
+    natural = natural_storage(prefill, decode)
+    return declared if declared == "transient" and can_be_transient(prefill, decode) else natural
 
 
 # -- TOML ------------------------------------------------------------------------------------------------------------
@@ -164,7 +186,7 @@ _TOP = {
 }
 _STAGE = {"weights", "activations", "group_size", "source"}
 _KEEP = {"modules", "weights", "activations", "group_size", "stages"}
-_KV = {"prefill", "decode", "convert"}
+_KV = {"prefill", "decode", "convert", "keys", "group_size"}
 _SERVING = {"mixed"}
 
 
@@ -239,6 +261,29 @@ class _Reader:
             raise self.fail(prefix + key, message, hint)
         return fmt
 
+    def kv(self, doc: dict[str, Any]) -> KvPolicy:
+        table = self.table(doc, "kv", _KV)
+        prefill = self.choice(table, "prefill", KV_DTYPES, "bf16", "kv.")
+        decode = self.choice(table, "decode", KV_DTYPES, "bf16", "kv.")
+        group = table.get("group_size", 0)
+        if isinstance(group, bool) or group not in KV_GROUP_SIZES:
+            raise self.fail(
+                "kv.group_size",
+                f"{group!r} is not a legal group size",
+                f"legal: {', '.join(map(str, KV_GROUP_SIZES))} (0: the whole row of a head)",
+            )
+        kv = KvPolicy(
+            prefill,
+            decode,
+            self.choice(table, "convert", KV_CONVERT, natural_convert(prefill, decode), "kv."),
+            self.choice(table, "keys", KV_KEYS, "token", "kv."),
+            int(group),
+        )
+        bad = misfit(kv)
+        if bad is not None:
+            raise self.fail(f"kv.{bad.key}", bad.message, bad.hint)
+        return kv
+
     def keep(self, doc: dict[str, Any]) -> tuple[Keep, ...]:
         entries = doc.get("keep", [])
         if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
@@ -280,20 +325,20 @@ def parse_policy(text: str, origin: str = "policy") -> Policy:
     prefill = r.format(r.table(doc, "prefill", _STAGE), "prefill.")
     decode = r.format(r.table(doc, "decode", _STAGE), "decode.")
     storage = r.choice(doc, "storage", STORAGE, natural_storage(prefill, decode))
-    if storage not in IMPLEMENTED_STORAGE:
+    needed = stored_as(prefill, decode, storage)
+    if storage == "transient" != needed:
         raise r.fail(
             "storage",
-            f"{storage!r} is not supported by this version",
-            f"legal here: {', '.join(IMPLEMENTED_STORAGE)}",
+            f"is {storage!r}, which needs the same 4-bit weights in both stages: prefill dequantizes them one layer at a"
+            f" time; here they are {prefill.label} and {decode.label}",
+            f'write storage = "{needed}", or the same weights = "int4", "nf4" or "fp4" in both stages',
         )
-    needed = natural_storage(prefill, decode)
     if storage != needed:
         raise r.fail(
             "storage",
             f"is {storage!r}, but {prefill.label} in prefill and {decode.label} in decode are {needed!r}",
             f'write storage = "{needed}"',
         )
-    kv = r.table(doc, "kv", _KV)
     serving = r.table(doc, "serving", _SERVING)
     return Policy(
         name=name,
@@ -303,11 +348,7 @@ def parse_policy(text: str, origin: str = "policy") -> Policy:
         storage=storage,
         on_fallback=r.choice(doc, "on_fallback", ON_FALLBACK, "warn"),
         on_misfit=r.choice(doc, "on_misfit", ON_MISFIT, "smaller-group"),
-        kv=KvPolicy(
-            r.choice(kv, "prefill", KV_DTYPES, "bf16", "kv."),
-            r.choice(kv, "decode", KV_DTYPES, "bf16", "kv."),
-            r.choice(kv, "convert", KV_CONVERT, "never", "kv."),
-        ),
+        kv=r.kv(doc),
         serving=ServingPolicy(r.choice(serving, "mixed", MIXED, "split", "serving.")),
         keep=r.keep(doc),
     )
@@ -331,7 +372,7 @@ def policy_to_toml(policy: Policy) -> str:
     doc["name"] = policy.name.rstrip("*")
     doc["summary"] = policy.summary
     doc["storage"] = policy.storage
-    doc["storage"].comment(f"{' | '.join(IMPLEMENTED_STORAGE)}: declared and checked")
+    doc["storage"].comment(f"{' | '.join(STORAGE)}: declared and checked")
     doc["on_fallback"] = policy.on_fallback
     doc["on_misfit"] = policy.on_misfit
     doc["on_misfit"].comment(f"{' | '.join(ON_MISFIT)}: when a group size does not divide a layer")
@@ -339,6 +380,10 @@ def policy_to_toml(policy: Policy) -> str:
         doc[stage] = _filled(tomlkit.table(), policy.stage(stage).format)
     kv = tomlkit.table()
     kv.update({"prefill": policy.kv.prefill, "decode": policy.kv.decode, "convert": policy.kv.convert})
+    if policy.kv.keys != "token":
+        kv["keys"] = policy.kv.keys
+    if policy.kv.group_size:
+        kv["group_size"] = policy.kv.group_size
     doc["kv"] = kv
     serving = tomlkit.table()
     serving["mixed"] = policy.serving.mixed

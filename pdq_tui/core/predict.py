@@ -8,12 +8,15 @@ from typing import Final
 
 import msgspec
 
-from pdq_tui.core.formats import GROUP_SIZES, Format, packed_bytes
-from pdq_tui.core.kernels import ASSUMED_FEATURES, Capability, KernelTable
+from pdq_tui.core.formats import GROUP_SIZES, Format, own_bytes, packed_bytes, stored_parts
+from pdq_tui.core.kernels import ASSUMED_FEATURES, Capability, KernelTable, uses_of
+from pdq_tui.core.kv import sliding_words
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.shapes import Linear, Shapes
 from pdq_tui.errors import OTHER_FORMAT, UnfitError
 
+#: How a note begins that says what the engine will not do.
+REFUSED: Final = "the engine will refuse this:"
 _DTYPE: Final = {2: "bf16", 4: "fp32"}
 #: The device that is meant where nobody says which.
 _PLAIN: Final = {"cpu": "a CPU without special instructions", "cuda": "a GPU of compute capability 9.0"}
@@ -49,7 +52,9 @@ class Prediction(msgspec.Struct, frozen=True):
     stored_bytes: int
     extra_bytes: int
     kept_bytes: int
+    kv: str
     kv_bytes_per_token: int | None
+    kv_prefill_bytes_per_token: int | None
     kv_reason: str
     stages: dict[str, StagePrediction]
     notes: tuple[str, ...]
@@ -68,10 +73,25 @@ def predict(
     nothing on that device runs a format of the policy."""
     stages, stored = _both(policy, shapes, table, prefill_rows, decode_rows, capability)
     total = sum(stored.values())
-    notes = [f"{len(shapes.fused)} fused weights (experts) stay as they are"] if shapes.fused else []
+    notes = (
+        [f"{len(shapes.fused)} weights outside linear layers (routers) stay as they are"]
+        if shapes.fused
+        else []
+    )
     notes += [f"{policy.name}: {text}" for text in policy.unmatched(x.name for x in shapes.linears)]
     meant = "" if capability else f" for {_PLAIN[table.device]}"
     notes.append(f"from shapes alone{meant}: the engine's plan with the real device has the last word")
+    kv, geometry = policy.kv, shapes.kv
+    if geometry is not None:
+        refused = geometry.misfit(kv)
+        windows = sliding_words(
+            geometry.sliding_layers, geometry.layers, max(filter(None, geometry.windows), default=None)
+        )
+        notes = [
+            *([f"{REFUSED} KV cache {kv.label}: {refused}"] if refused else []),
+            *filter(None, [windows, shapes.kv_reason]),
+            *notes,
+        ]
     return Prediction(
         policy=policy.name,
         model=shapes.path,
@@ -80,7 +100,9 @@ def predict(
         stored_bytes=total,
         extra_bytes=total - max(s.bytes for s in stages.values()),
         kept_bytes=shapes.other_bytes,
-        kv_bytes_per_token=shapes.kv_bytes_per_token,
+        kv=kv.label,
+        kv_bytes_per_token=geometry.bytes_per_token(kv, "decode") if geometry else None,
+        kv_prefill_bytes_per_token=geometry.bytes_per_token(kv, "prefill") if geometry else None,
         kv_reason=shapes.kv_reason,
         stages=stages,
         notes=tuple(notes),
@@ -141,18 +163,20 @@ def _stage(
     for layer in shapes.linears:
         wanted = policy.format_for(layer.name, stage)
         _runs(wanted, policy, stage, shapes, table, capability)
-        used, layout, reason = _fit(wanted, policy, layer, shapes, table, capability, rows)
+        used, layout, reason = _fit(wanted, policy, stage, layer, shapes, table, capability, rows)
         if reason is None and used.dense and not policy.stage(stage).format.dense:
             reason = "kept in the model's dtype by the policy or, as the head, unless named"
         if reason is not None:
             left.setdefault(reason, []).append(layer)
-        size = packed_bytes(used, layer.N, layer.K, shapes.dtype_bytes, layout)
+        size = packed_bytes(used, layer.N, layer.K, shapes.dtype_bytes, layout) * layer.experts
         formats[used.label] = formats.get(used.label, 0) + layer.parameters
         if not used.dense:
             converted += layer.parameters
             converted_bytes += size
         if not (layer.tied and used.dense):  # a tied head is the embedding's bytes
-            packed[layer.name, used.storage_key] = size
+            for part, _ in stored_parts(used):
+                one = own_bytes(part, layer.N, layer.K, shapes.dtype_bytes, layout)
+                packed[layer.name, part.storage_key] = one * layer.experts
     prediction = StagePrediction(
         bytes=sum(packed.values()),
         converted_parameters=converted,
@@ -184,6 +208,7 @@ def _runs(
 def _fit(
     wanted: Format,
     policy: Policy,
+    stage: Stage,
     layer: Linear,
     shapes: Shapes,
     table: KernelTable,
@@ -206,7 +231,9 @@ def _fit(
         if fmt.group_size and layer.K % fmt.group_size and policy.on_misfit != "pad":
             continue
         k = layer.K + (-layer.K % fmt.group_size if fmt.group_size else 0)
-        choice = table.place(fmt, layer.N, k, rows, dtype, capability)
+        use, beside = (each and each.grouped(fmt.group_size) for each in uses_of(policy, layer.name, stage))
+        assert use is not None
+        choice = table.place(use, layer.N, k, rows, dtype, capability, beside=beside)
         if choice.candidate is not None:
             return fmt, choice.candidate.layout, None
         reason = choice.reasons[-1]

@@ -7,44 +7,59 @@ after loading is the truth.
 from __future__ import annotations
 
 import json
+import re
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from pdq_tui.core.kv import KvGeometry, windows_of
 from pdq_tui.errors import UsageError
 
 _EMBEDDINGS: Final = ("embed", "wte", "wpe", "position_emb")
 #: Model types whose linear layers are stored [K, N] (transformers' Conv1D).
 _TRANSPOSED: Final = ("gpt2",)
+#: A mixture's matrices: one tensor an expert, [N, K], or one for all of them, [E, N, K].
+_EXPERT: Final = re.compile(
+    r"(?P<owner>.*\.experts)\.(?:(?P<number>\d+)\.)?(?P<kind>gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)"
+    r"(?:\.weight)?$"
+)
+_DOWN: Final = ("down_proj", "w2")
+_ROUTERS: Final = (".gate.weight", ".router.weight")
+#: Model types whose every layer slides where config.json says a window and no layer types.
+_ALL_SLIDE: Final = ("mistral", "mixtral", "phi3", "starcoder2")
 _BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 _HEADER_LIMIT: Final = 100_000_000
 
 
 class Linear(msgspec.Struct, frozen=True):
-    """One linear layer's weight [N, K]: ``name`` of its module. ``tied``: the head that is the input embedding."""
+    """One linear layer's weight [N, K]: ``name`` of its module. ``tied``: the head that is the input embedding.
+    ``experts``: how many matrices there are, alike but for their numbers, of a mixture's experts; else 1."""
 
     name: str
     N: int
     K: int
     tied: bool = False
+    experts: int = 1
 
     @property
     def parameters(self) -> int:
-        return self.N * self.K
+        return self.N * self.K * self.experts
 
 
 class Shapes(msgspec.Struct, frozen=True):
     """``other_bytes``: every tensor that is no linear layer's weight. ``fused``: (name, parameters) of weights with
-    more than two dimensions. ``kv_bytes_per_token`` None with a reason in ``kv_reason``."""
+    more than two dimensions that are no experts', and of routers. ``kv`` None with a reason in ``kv_reason``, which
+    else may say what it does not tell."""
 
     path: str
     dtype_bytes: int
     linears: tuple[Linear, ...]
     fused: tuple[tuple[str, int], ...]
     other_bytes: int
-    kv_bytes_per_token: int | None
+    kv: KvGeometry | None
     kv_reason: str = ""
 
 
@@ -63,20 +78,31 @@ def read_shapes(folder: Path) -> Shapes:
         tensors |= _header(file)
     transposed = config.get("model_type") in _TRANSPOSED
     linears, fused, other, widths = [], [], 0, []
+    mixtures = _experts(tensors)
     for name, (dtype, shape) in tensors.items():
         size = _BYTES.get(dtype, 1)
+        if _expert(name, shape):
+            widths.append(size)
+            continue
         parameters = 1
         for edge in shape:
             parameters *= edge
         module = name.removesuffix(".weight")
-        if len(shape) == 2 and name.endswith(".weight") and not any(e in name for e in _EMBEDDINGS):
+        router = bool(mixtures) and name.endswith(_ROUTERS)
+        if (
+            len(shape) == 2
+            and name.endswith(".weight")
+            and not router
+            and not any(e in name for e in _EMBEDDINGS)
+        ):
             N, K = (shape[1], shape[0]) if transposed and "lm_head" not in name else (shape[0], shape[1])
             linears.append(Linear(module, N, K))
             widths.append(size)
             continue
-        if len(shape) > 2:
+        if len(shape) > 2 or router:
             fused.append((name, parameters))
         other += parameters * size
+    linears += mixtures
     embedding = next(
         (s for n, (_, s) in tensors.items() if "embed_tokens" in n or n.endswith("wte.weight")), None
     )
@@ -85,6 +111,33 @@ def read_shapes(folder: Path) -> Shapes:
     width = max(set(widths), key=widths.count) if widths else 2
     kv, why = _kv(config, width)
     return Shapes(str(folder), width, tuple(linears), tuple(fused), other, kv, why)
+
+
+def _expert(name: str, shape: list[int]) -> re.Match[str] | None:
+    found = _EXPERT.match(name)
+    return found if found and len(shape) == (3 if found["number"] is None else 2) else None
+
+
+def _experts(tensors: Mapping[str, tuple[str, list[int]]]) -> list[Linear]:
+    """The matrices of experts under the names that they have in the loaded model, where gate and up are one matrix:
+    whether the files hold one tensor an expert or one for all of them."""
+    rows: dict[str, int] = {}
+    found: dict[str, tuple[int, int]] = {}
+    for name, (_, shape) in tensors.items():
+        parts = _expert(name, shape)
+        if parts is None:
+            continue
+        owner, number, kind = parts["owner"], parts["number"], parts["kind"]
+        down = kind in _DOWN
+        key = f"{owner}.{'down_proj' if down else 'gate_up_proj'}"
+        if number is None:
+            found[key], rows[key] = (shape[0], shape[2]), shape[1]
+            continue
+        count = found.get(key, (0, 0))[0]
+        if int(number) == 0:
+            rows[key] = rows.get(key, 0) + shape[0]
+        found[key] = (max(count, int(number) + 1), shape[1])
+    return [Linear(key, rows[key], K, experts=count) for key, (count, K) in found.items() if key in rows]
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -119,8 +172,8 @@ def _header(file: Path) -> dict[str, tuple[str, list[int]]]:
         raise UsageError(f"{file}: its header cannot be read: {error}") from error
 
 
-def _kv(config: dict[str, Any], width: int) -> tuple[int | None, str]:
-    """2 · layers · KV heads · head size · bytes, from the usual names."""
+def _kv(config: dict[str, Any], width: int) -> tuple[KvGeometry | None, str]:
+    """Layers, KV heads, head size and windows, from the usual names."""
     c = config.get("text_config", config)
     layers, heads = (
         c.get("num_hidden_layers", c.get("n_layer")),
@@ -131,5 +184,11 @@ def _kv(config: dict[str, Any], width: int) -> tuple[int | None, str]:
         return None, "config.json does not say layers, heads and hidden size under the usual names"
     if "kv_lora_rank" in c:
         return None, "this model's KV cache is compressed (MLA)"
+    window, kinds, why = c.get("sliding_window"), c.get("layer_types"), ""
+    slides = isinstance(window, int) and c.get("use_sliding_window") is not False
+    if slides and not kinds and c.get("model_type") not in _ALL_SLIDE:
+        why = f"some layers keep their last {window} positions only: which ones, the engine tells"
+        window = None
+    windows = windows_of(layers, window, c.get("use_sliding_window"), kinds)
     head = c.get("head_dim") or hidden // heads
-    return 2 * layers * (c.get("num_key_value_heads") or heads) * head * width, ""
+    return KvGeometry(c.get("num_key_value_heads") or heads, head, width, windows), why

@@ -34,11 +34,10 @@ LEAST_SCALE_LOG2: Final = -8
 
 
 class Agreement:
-    """``steps``: consecutive ones, which the modules ran on ``cache``; it still holds what they wrote."""
+    """``steps``: consecutive ones, which the modules ran on ``cache``."""
 
     def __init__(self, cache: KvCache, steps: Sequence[Step], cancelled: Callable[[], bool]) -> None:
         self._cache, self._steps, self._cancelled = cache, steps, cancelled
-        self._written = cache.buffer.clone()
         self._random = torch.Generator().manual_seed(0)
 
     def compare_layer(self, number: int, layer: nn.Module) -> None:
@@ -101,15 +100,15 @@ class Agreement:
             floor = _floor(recorded.logits.dtype)
         _judge("the logits of compiled decode steps differ", apart, explained, size, LOGIT_ROUNDINGS, floor)
 
-    # -- the cache as the modules left it ------------------------------------------------------------------------------
+    # -- the cache as the modules found it -----------------------------------------------------------------------------
 
     def _before(self, step: Step) -> None:
-        self._cache.buffer.copy_(self._written)
+        self._cache.restore(step.held)
         self._cache.rewind(step.start)
 
     def _at(self, step: Step, slot: int) -> None:
         """In the midst of ``step``, before the layer of this place in the cache writes."""
-        self._cache.buffer[slot].copy_(self._written[slot])
+        self._cache.restore(step.held, slot)
         self._cache.rewind(step.start)
         self._cache.advance(1)
 

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
@@ -26,14 +26,39 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 HASH_WHOLE_BYTES = 1 << 30
 
 
+#: Dtypes by the names that safetensors headers use.
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
+
+
+class Stored(NamedTuple):
+    """Where a tensor lies, and what it is. ``dtype``: as the header names it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked directory. ``tensors``: name → (file, shape); empty where the weights are not safetensors."""
+    """A checked directory. ``tensors``: by name; empty where the weights are not safetensors."""
 
     path: Path
     config: dict[str, Any]
     files: tuple[Path, ...]
-    tensors: dict[str, tuple[Path, tuple[int, ...]]]
+    tensors: dict[str, Stored]
 
     def sha256(self) -> tuple[str, str | None]:
         """(digest of config and weights, note where it is a digest of samples)."""
@@ -76,10 +101,10 @@ def inspect(path: Path) -> Checkpoint:
         if (path / name).is_file():
             _not_a_pointer(path / name)
     files = _weight_files(path)
-    tensors: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    tensors: dict[str, Stored] = {}
     for file in files:
         if file.suffix == ".safetensors":
-            tensors.update({name: (file, shape) for name, shape in _header(file).items()})
+            tensors.update(_header(file))
         else:
             _not_empty(file)
             _not_a_pointer(file)
@@ -145,8 +170,8 @@ def _not_a_pointer(file: Path) -> None:
             raise UsageError(f"{file} is a Git LFS pointer, not the file itself", "run: git lfs pull")
 
 
-def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by tensor name from a safetensors header, checked against the file's size.
+def _header(file: Path) -> dict[str, Stored]:
+    """Tensors by name from a safetensors header, checked against the file's size.
 
     Layout: 8 bytes little-endian header length, the header as JSON, then the data; data_offsets count from its start.
     """
@@ -163,14 +188,17 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
             header = json.loads(stream.read(length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        shapes = {name: tuple(int(n) for n in entry["shape"]) for name, entry in entries.items()}
+        found = {
+            name: Stored(file, tuple(int(n) for n in entry["shape"]), str(entry["dtype"]))
+            for name, entry in entries.items()
+        }
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{file} is no readable safetensors file: {error}", "download it again") from error
     if end > size:
         raise UsageError(
             f"{file} is short by {end - size} bytes: the download was not finished", "download it again"
         )
-    return shapes
+    return found
 
 
 class Masters(Protocol):
@@ -178,6 +206,14 @@ class Masters(Protocol):
 
     def names(self) -> Sequence[str]: ...
     def get(self, name: str) -> torch.Tensor: ...
+    def part(self, name: str, index: int) -> torch.Tensor:
+        """One matrix of a parameter that holds several: ``get(name)[index]``, without the others being read."""
+        ...
+
+    def shared(self, name: str) -> bool:
+        """True where ``get`` hands out memory that stays anyway, not a copy made for the caller."""
+        ...
+
     def files(self) -> Sequence[Path]:
         """Files that are mapped into memory; what was read of them stays resident until it is given back."""
         ...
@@ -204,7 +240,7 @@ class MappedMasters:
     def get(self, name: str) -> torch.Tensor:
         """The tensor as the file holds it (linear layers: [N, K]). Raises KeyError for a name that is not there."""
         stored = self._aliases.get(name, name)
-        file, _ = self._tensors[stored]
+        file = self._tensors[stored].file
         if file not in self._open:
             try:
                 self._open[file] = safe_open(str(file), framework="pt", device="cpu")
@@ -214,6 +250,12 @@ class MappedMasters:
                 raise MemoryError(f"unable to mmap {file.stat().st_size} bytes from {file}") from error
         tensor: torch.Tensor = self._open[file].get_tensor(stored)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def part(self, name: str, index: int) -> torch.Tensor:
+        return self.get(name)[index]
+
+    def shared(self, name: str) -> bool:
+        return DTYPES.get(self._tensors[self._aliases.get(name, name)].dtype) == self._dtype
 
 
 class HeldMasters:
@@ -227,6 +269,12 @@ class HeldMasters:
 
     def get(self, name: str) -> torch.Tensor:
         return self._tensors[name]
+
+    def part(self, name: str, index: int) -> torch.Tensor:
+        return self._tensors[name][index]
+
+    def shared(self, name: str) -> bool:
+        return True
 
     def files(self) -> Sequence[Path]:
         return []

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
+from pdq_tui.core.kv import KvPolicy, Stage
 from pdq_tui.core.roofline import Op, StageCost, linear, merged
+from pdq_tui.engine.census import Census
 from pdq_tui.engine.formats.packed import DTYPE_NAMES
-from pdq_tui.engine.kv import KvShape
-from pdq_tui.engine.plan import Census, Placement
+from pdq_tui.engine.kv import MODEL_DTYPE, KvShape
+from pdq_tui.engine.plan import Placement
 
 
 class CostModel:
     """Bytes and FLOPs of prefill and of one decode step for one model."""
 
-    def __init__(
-        self, census: Census, kv: KvShape, hidden: int, experts: int, experts_per_token: int
-    ) -> None:
+    def __init__(self, census: Census, kv: KvShape, hidden: int) -> None:
         self.census, self.kv, self.hidden = census, kv, hidden
-        self.experts, self.experts_per_token = experts, experts_per_token
         self.dtype = DTYPE_NAMES[kv.dtype]
         fused = sum(f.nbytes for f in census.fused)
         #: norms, biases, position tables' single rows: read once a pass.
@@ -29,13 +29,13 @@ class CostModel:
             arithmetic = p.candidate.arithmetic
             if arithmetic == "model":
                 arithmetic = DTYPE_NAMES[p.spec.stored_dtype] if p.spec.fmt.dense else self.dtype
-            rows = sequences if p.layer.head else tokens
-            kind = "head" if p.layer.head else "linear"
-            ops.append(
-                linear(
-                    f"{kind} {p.layer.N}x{p.layer.K}", p.layer.N, p.layer.K, rows, p.spec.nbytes, arithmetic
-                )
-            )
+            layer, rows, read = p.layer, sequences if p.layer.head else tokens, p.spec.nbytes
+            kind = "head" if layer.head else "linear"
+            if layer.experts:
+                kind, rows = "experts", tokens * layer.routed
+                # at most this many distinct ones; exact for one token
+                read = read * min(layer.experts, rows) // layer.experts
+            ops.append(linear(f"{kind} {layer.N}x{layer.K}", layer.N, layer.K, rows, read, arithmetic))
         return ops
 
     def _rest(self, tokens: int) -> list[Op]:
@@ -44,35 +44,70 @@ class CostModel:
             Op("embedding", tokens * self.hidden * size, 0.0, self.dtype),
             Op("norms and biases", self.small_bytes, 0.0, self.dtype),
         ]
-        for f in self.census.fused:
-            share, work = 1.0, 1.0
-            if self.experts and "expert" in f.reason:
-                # at most this many distinct experts; exact for one token
-                share = min(self.experts, tokens * self.experts_per_token) / self.experts
-                work = self.experts_per_token / self.experts
-            ops.append(Op("experts", int(f.nbytes * share), 2.0 * f.parameters * work * tokens, self.dtype))
+        ops += [
+            Op("other weights", f.nbytes, 2.0 * f.parameters * tokens, self.dtype) for f in self.census.fused
+        ]
         return ops
 
-    def _attention(self, positions: int, pairs: float) -> Op:
-        """``positions`` whose keys and values are read, over the batch; ``pairs`` of query and key."""
-        kv = self.kv
-        size = 2 * kv.kv_heads * kv.head_dim * kv.dtype.itemsize
-        return Op("attention", positions * size, 4.0 * kv.heads * kv.head_dim * pairs, self.dtype, kv.layers)
+    def _attention(
+        self,
+        kv: KvPolicy,
+        stage: Stage,
+        sequences: int,
+        positions: Callable[[int], int],
+        pairs: Callable[[int], float],
+    ) -> list[Op]:
+        """One operator a layer. ``positions``: whose keys and values are read, over the batch, by how far back the layer
+        sees; ``pairs`` of query and key, likewise."""
+        shape, size = self.kv, self.kv.geometry.layer_bytes(kv, stage)
+        beside = sequences * self.kv.geometry.sequence_layer_bytes(kv) if stage == "decode" else 0
+        return [
+            Op(
+                "attention",
+                positions(sight) * size + beside,
+                4.0 * shape.heads * shape.head_dim * pairs(sight),
+                self.dtype,
+            )
+            for sight in (window or sys.maxsize for window in shape.windows)
+        ]
 
-    def prefill(self, placements: Sequence[Placement], lengths: Sequence[int]) -> StageCost:
+    def prefill(
+        self, placements: Sequence[Placement], lengths: Sequence[int], kv: KvPolicy = MODEL_DTYPE
+    ) -> StageCost:
         """``lengths``: real prompt tokens of each sequence; padding is no work that had to be done."""
         tokens = sum(lengths)
-        pairs = sum(n * (n + 1) / 2 for n in lengths)
+
+        def pairs(sight: int) -> float:
+            # query n sees min(n, sight) positions
+            return sum((m := min(n, sight)) * (m + 1) / 2 + (n - m) * m for n in lengths)
+
         ops = [
             *self._linears(placements, tokens, len(lengths)),
             *self._rest(tokens),
-            self._attention(tokens, pairs),
+            *self._attention(kv, "prefill", len(lengths), lambda _: tokens, pairs),
         ]
         return StageCost(merged(ops))
 
-    def step(self, placements: Sequence[Placement], contexts: Sequence[int], padded: int) -> StageCost:
-        """One token a sequence over ``contexts`` real positions, the new one included; ``padded``: columns of padding
-        that the step reads beside them, over the batch."""
-        B, positions = len(contexts), sum(contexts)
-        ops = [*self._linears(placements, B, B), *self._rest(B), self._attention(positions, positions)]
-        return StageCost(merged(ops), padded * self.kv.bytes_per_token)
+    def step(
+        self,
+        placements: Sequence[Placement],
+        contexts: Sequence[int],
+        length: int,
+        kv: KvPolicy = MODEL_DTYPE,
+    ) -> StageCost:
+        """One token a sequence over ``contexts`` real positions, the new one included; ``length``: positions of every
+        row, padding included: what a step reads of the padding is wasted."""
+        B, geometry = len(contexts), self.kv.geometry
+
+        def positions(sight: int) -> int:
+            return sum(min(n, sight) for n in contexts)
+
+        ops = [
+            *self._linears(placements, B, B),
+            *self._rest(B),
+            *self._attention(kv, "decode", B, positions, positions),
+        ]
+        read = sum(
+            min(length, window or length) * B - positions(window or length) for window in geometry.windows
+        )
+        return StageCost(merged(ops), read * geometry.layer_bytes(kv, "decode"))

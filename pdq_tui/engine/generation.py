@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pdq_tui.core.kv import Stage
 from pdq_tui.core.roofline import StageCost
 from pdq_tui.engine import attention
 from pdq_tui.engine.kv import KvCache
@@ -75,8 +76,10 @@ class Generation:
         self._position.add_(P)
         return logits
 
+    @torch.inference_mode()
     def handoff(self) -> None:
-        """Conversion of the KV cache between the stages: [kv] convert = "never" has none."""
+        """The cache becomes decode's: converted where the policy's [kv] says so, else nothing is done to it."""
+        self._cache.handoff(self._pads)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
@@ -96,15 +99,24 @@ class Generation:
     def prefill_cost(self, P: int) -> StageCost:
         """Bytes and FLOPs of a prefill of P positions; those of padding are not counted."""
         view = self._arm.view("prefill", self._batch * P, self._batch)
-        return self._arm.owner.costs.prefill(view.placements, [P - pad for pad in self._pads])
+        return self._arm.owner.costs.prefill(
+            view.placements, [P - pad for pad in self._pads], self._arm.policy.kv
+        )
 
     def step_cost(self) -> StageCost:
         """Bytes and FLOPs of the next step, at the cache's current length."""
-        contexts = [self.length + 1 - pad for pad in self._pads]
-        return self._arm.owner.costs.step(self._decode.placements, contexts, sum(self._pads))
+        length = self.length + 1
+        contexts = [length - pad for pad in self._pads]
+        return self._arm.owner.costs.step(self._decode.placements, contexts, length, self._arm.policy.kv)
 
     def bytes_per_step(self) -> int:
         return self.step_cost().bytes
 
     def bytes_per_step_wasted(self) -> int:
         return self.step_cost().wasted_bytes
+
+    def kv_bytes(self) -> int:
+        """Bytes that the request's positions take in the cache as it stands, padding included."""
+        stage: Stage = "decode" if self._cache.decoding else "prefill"
+        geometry = self._cache.shape.geometry
+        return self._batch * geometry.sequence_bytes(self._cache.kv, stage, self.length)

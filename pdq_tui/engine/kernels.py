@@ -15,8 +15,10 @@ from typing import Any, Final, Protocol
 import torch
 
 from pdq_tui.core.kernels import Candidate, Capability
-from pdq_tui.engine import native
+from pdq_tui.engine import kv_native, native
 from pdq_tui.engine.cancel import check
+from pdq_tui.engine.formats.packed import DTYPE_NAMES
+from pdq_tui.engine.kv_formats import Codec
 from pdq_tui.engine.probe import probe_in_child
 
 _log = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ LABEL: Final = "trying kernels once on this machine"
 #: Packages with kernels of their own.
 PACKAGES: Final = ("bitsandbytes",)
 
-#: (kernel, dtype, N, K)
+#: (kernel, dtype, N, K); of a KV cache's: (format, dtype, head_dim, group)
 ProbeKey = tuple[str, str, int, int]
 
 
@@ -121,22 +123,56 @@ class Prober:
         progress(0, None, what is going on) while a child works.
         """
 
+        asked = list(wanted)
+        jobs: dict[ProbeKey, dict[str, Any]] = {}
+        for c, dtype, N, K in asked:
+            n, k = shape_class(c, N, K)
+            jobs[c.name, dtype, n, k] = {
+                "op": c.op, "layout": c.layout, "weights": c.weights, "activations": c.activations,
+                "group_size": c.group_sizes[0] if c.group_sizes else 0,
+            }  # fmt: skip
+        self._try(jobs, cancelled, progress)
+        found = {
+            (c.name, dtype, N, K): self._known[(c.name, dtype, *shape_class(c, N, K))]
+            for c, dtype, N, K in asked
+        }
+        return {key: why for key, why in found.items() if why is not None}
+
+    def try_caches(
+        self,
+        wanted: Iterable[Codec],
+        dtype: torch.dtype,
+        cancelled: Callable[[], bool] = lambda: False,
+        progress: Callable[[float, float | None, str], None] = lambda done, total, label: None,
+    ) -> None:
+        """The same for our own kernels over KV caches of these formats, of a model in ``dtype``: ``kv_native`` is told."""
+        keys: dict[Codec, ProbeKey] = {
+            made: (f"kv {made.name}", DTYPE_NAMES[dtype], made.head_dim, made.group) for made in wanted
+        }
+        self._try({key: {"cache": made.name} for made, key in keys.items()}, cancelled, progress)
+        for made, key in keys.items():
+            kv_native.remember(made, dtype, self._known[key])
+
+    def _try(
+        self,
+        jobs: dict[ProbeKey, dict[str, Any]],
+        cancelled: Callable[[], bool],
+        progress: Callable[[float, float | None, str], None],
+    ) -> None:
+        """Know of every job. ``N`` and ``K`` of a job are the last two of its key."""
+
         def poll() -> None:
             check(cancelled)
             progress(0, None, LABEL)
 
-        asked = list(wanted)
         if not self._known:
             self._known.update(self._recall())
-        missing: dict[ProbeKey, dict[str, Any]] = {}
-        for c, dtype, N, K in asked:
-            n, k = shape_class(c, N, K)
-            if (c.name, dtype, n, k) not in self._known:
-                missing[c.name, dtype, n, k] = {
-                    "op": c.op, "layout": c.layout, "weights": c.weights, "activations": c.activations,
-                    "group_size": c.group_sizes[0] if c.group_sizes else 0, "dtype": dtype, "N": n, "K": k,
-                    "device": self._device, "native": os.fspath(native.loaded() or ""),
-                }  # fmt: skip
+        library = os.fspath(native.loaded() or "")
+        missing = {
+            key: {**job, "dtype": key[1], "N": key[2], "K": key[3], "device": self._device, "native": library}
+            for key, job in jobs.items()
+            if key not in self._known
+        }
         todo = list(missing.items())
         try:
             while todo:
@@ -151,11 +187,6 @@ class Prober:
         finally:
             if missing:
                 self._remember()
-        found = {
-            (c.name, dtype, N, K): self._known[(c.name, dtype, *shape_class(c, N, K))]
-            for c, dtype, N, K in asked
-        }
-        return {key: why for key, why in found.items() if why is not None}
 
     def _recall(self) -> dict[ProbeKey, str | None]:
         if self._file is None:

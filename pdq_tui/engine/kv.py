@@ -1,21 +1,39 @@
-"""The KV cache: one buffer a model, allocated once, written in place, read as views of its filled part.
+"""The KV cache of one request at a time: allocated once, written in place, never concatenated.
 
-Nothing is concatenated and nothing is copied but the new positions. Layout of the buffer:
-[layers, 2, batch, kv_heads, capacity, head_dim], so that one head's keys lie together and both matmuls of a decode
-step read them in order.
+Which stage a call belongs to is the cache's state: prefill until ``handoff``, decode after it. A stage reads what its
+format says. Prefill in the model's dtype reads what it has just computed, so it needs no copy of its own unless the
+hand-off is to convert it; that copy is let go layer by layer as the hand-off goes.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from pdq_tui.core.protocol import KvInfo
-from pdq_tui.engine.formats.packed import DTYPE_NAMES
+from pdq_tui.core.kv import KvGeometry, KvPolicy
+from pdq_tui.core.kv import windows_of as windows_by_layer
+from pdq_tui.engine.kv_formats import Channels, Plain, codec
+from pdq_tui.engine.kv_store import ENCODE_BLOCK, Filled, KvStore
 from pdq_tui.errors import UsageError
+
+MODEL_DTYPE: Final = KvPolicy()
+#: What a cache held at some time, by store and part.
+Held = list[list[Tensor]]
+
+
+def windows_of(config: Any) -> tuple[int | None, ...]:
+    """By layer, over how many positions its attention slides; None where it sees all. From a text config."""
+    return windows_by_layer(
+        int(config.num_hidden_layers),
+        getattr(config, "sliding_window", None),
+        getattr(config, "use_sliding_window", None),
+        getattr(config, "layer_types", None),
+    )
 
 
 class KvShape:
@@ -27,52 +45,29 @@ class KvShape:
         self.heads = int(text.num_attention_heads)
         self.kv_heads = int(getattr(text, "num_key_value_heads", None) or self.heads)
         self.head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // self.heads)
+        self.windows = windows_of(text)
         self.dtype = dtype
 
     @property
-    def bytes_per_token(self) -> int:
-        """Keys and values of one position of one sequence, over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-    def info(self, allocated_bytes: int, free_bytes: int | None, reserve_bytes: int) -> KvInfo:
-        """The fact sheet of a cache like this. ``free_bytes``: all that KV may take, ``allocated_bytes`` in it."""
-        return KvInfo(
-            dtype=DTYPE_NAMES[self.dtype],
-            bytes_per_token=self.bytes_per_token,
-            allocated_bytes=allocated_bytes,
-            free_bytes=free_bytes,
-            reserve_bytes=reserve_bytes,
-            capacity_tokens=None
-            if free_bytes is None
-            else max(0, free_bytes - reserve_bytes) // self.bytes_per_token,
-            capacity_reason="this device does not tell how much of its memory is free"
-            if free_bytes is None
-            else None,
-        )
+    def geometry(self) -> KvGeometry:
+        return KvGeometry(self.kv_heads, self.head_dim, self.dtype.itemsize, self.windows)
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """What transformers asks of a layer; the tensors are slices of the one buffer."""
+    """What transformers asks of a layer; everything lies with its owner."""
 
     is_sliding = False
 
-    def __init__(self, owner: KvCache, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, owner: KvCache, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.owner = owner
-        self.keys, self.values = keys, values
+        self.owner, self.index = owner, index
         self.is_initialized = True
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         return
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        owner = self.owner
-        assert self.keys is not None and self.values is not None
-        self.keys[:, :, owner.start : owner.end].copy_(key_states)
-        self.values[:, :, owner.start : owner.end].copy_(value_states)
-        return self.keys[:, :, : owner.end], self.values[:, :, : owner.end]
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        return self.owner.update(key_states, value_states, self.index)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.start + query_length, 0
@@ -87,33 +82,74 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class KvCache(Cache):
     """A preallocated cache for ``batch`` sequences of up to ``capacity`` positions.
 
-    ``advance(n)`` says that the next forward writes n positions; ``reset`` forgets what is in it and keeps the buffer.
+    kv             formats of the two stages, and where they are converted
+    own_attention  this engine's attention reads it: sliding layers keep their window alone then; another one reads
+                   plain tensors of all positions
+
+    ``advance(n)`` says that the next forward writes n positions; ``reset`` begins another request in the same buffers.
     """
 
-    def __init__(self, shape: KvShape, batch: int, capacity: int, device: torch.device) -> None:
-        self.shape, self.batch, self.capacity = shape, batch, capacity
+    def __init__(
+        self,
+        shape: KvShape,
+        batch: int,
+        capacity: int,
+        device: torch.device,
+        kv: KvPolicy = MODEL_DTYPE,
+        *,
+        own_attention: bool = True,
+    ) -> None:
+        self.shape, self.batch, self.capacity, self.kv, self.device = shape, batch, capacity, kv, device
         self.start = self.end = 0
         #: Additive [batch, 1, 1, capacity] of the present request, None where nothing is padded.
-        self.mask: torch.Tensor | None = None
-        self.buffer = torch.empty(
-            (shape.layers, 2, batch, shape.kv_heads, capacity, shape.head_dim),
-            dtype=shape.dtype,
-            device=device,
-        )
-        self._keys = [self.buffer[i, 0] for i in range(shape.layers)]
-        self._values = [self.buffer[i, 1] for i in range(shape.layers)]
-        super().__init__(layers=[_Layer(self, k, v) for k, v in zip(self._keys, self._values, strict=True)])
+        self.mask: Tensor | None = None
+        self.decoding = False
+        self._own_attention = own_attention
+        self._prefill_codec = codec(kv, "prefill", shape.head_dim, shape.dtype)
+        decode = codec(kv, "decode", shape.head_dim, shape.dtype)
+        slots = [min(w, capacity) if own_attention and w is not None else capacity for w in shape.windows]
+        self.stores: list[KvStore] = []
+        #: By layer: its store, and its place there.
+        self._places: dict[int, tuple[KvStore, int]] = {}
+        for count in sorted(set(slots)):
+            members = [layer for layer, n in enumerate(slots) if n == count]
+            store = KvStore(decode, len(members), batch, shape.kv_heads, count, device, shape.dtype)
+            self.stores.append(store)
+            for place, layer in enumerate(members):
+                self._places[layer] = (store, place)
+        #: What prefill wrote for the hand-off, by layer.
+        self._waiting: list[KvStore | None] = [None] * shape.layers
+        self._channels: list[Channels | None] = [None] * shape.layers
+        super().__init__(layers=[_Layer(self, i) for i in range(shape.layers)])
 
     @property
     def nbytes(self) -> int:
-        return self.buffer.nbytes
+        """Bytes of the buffers that stay; what waits for a hand-off is not among them."""
+        return sum(store.nbytes for store in self.stores)
 
     def reset(self) -> None:
         self.rewind(0)
+        self.decoding = False
+        self._waiting = [None] * self.shape.layers
+        self._channels = [None] * self.shape.layers
 
     def rewind(self, positions: int) -> None:
-        """Forget all but the first positions."""
+        """Forget all but the first positions, in the same stage."""
         self.start = self.end = positions
+
+    def copied(self) -> Held:
+        """A copy of all that is held."""
+        return [[part.clone() for part in store.parts] for store in self.stores]
+
+    def restore(self, held: Held, layer: int | None = None) -> None:
+        """Hold again what ``copied`` gave: everything, or what belongs to one layer."""
+        for store, parts in zip(self.stores, held, strict=True):
+            for part, before in zip(store.parts, parts, strict=True):
+                if layer is None:
+                    part.copy_(before)
+                elif self._places[layer][0] is store:
+                    place = self._places[layer][1]
+                    part[place].copy_(before[place])
 
     def activate(self) -> None:
         """Make this the cache that compiled layers write to: a program cannot be given one as an argument."""
@@ -129,19 +165,72 @@ class KvCache(Cache):
         self.start, self.end = self.end, self.end + positions
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *_args: Any,
-        **_kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [batch, kv_heads, q, head_dim] in place; returns views [batch, kv_heads, end, head_dim]."""
-        start, end = self.start, self.end
-        keys, values = self._keys[layer_idx].narrow(2, 0, end), self._values[layer_idx].narrow(2, 0, end)
-        keys.narrow(2, start, end - start).copy_(key_states)
-        values.narrow(2, start, end - start).copy_(value_states)
-        return keys, values
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
+    ) -> Any:
+        """Write [B, kv_heads, q, D] in place; returns what the stage's attention reads: tensors [B, kv_heads, n, D], or
+        twice the same ``Filled``."""
+        if self.decoding:
+            return self._decode(key_states, value_states, layer_idx)
+        return self._prefill(key_states, value_states, layer_idx)
+
+    def _decode(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Any, Any]:
+        store, place = self._places[layer]
+        channels = self._channels[layer]
+        store.write(place, self.start, keys if channels is None else channels.apart(keys), values)
+        our_kernel = store.own_kernel and self._own_attention
+        if store.plain and not our_kernel and self.end <= store.slots:
+            return store.views(place, self.end)
+        filled = Filled(store, place, self.end, channels)
+        return filled, filled
+
+    def _prefill(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, ...]:
+        store, place = self._places[layer]
+        if self.kv.convert == "handoff":
+            store, place = self._waits(layer), 0
+        store.write(place, self.start, keys, values)
+        if store.plain and self.end <= store.slots:
+            return store.views(place, self.end)
+        read = self._prefill_codec
+        if not isinstance(read, Plain) and self.end <= store.slots:
+            return tuple(store.read(place, which, 0, self.end, keys.dtype) for which in (0, 1))
+        if self.start:
+            raise RuntimeError("this KV cache takes a prompt in one piece")
+        # What was just computed; rounded like what was written of it, which a sliding layer has kept the end of only.
+        return read.decode(read.encode(keys), keys.dtype), read.decode(read.encode(values), values.dtype)
+
+    def _waits(self, layer: int) -> KvStore:
+        waiting = self._waiting[layer]
+        if waiting is None:
+            shape = self.shape
+            waiting = KvStore(
+                self._prefill_codec,
+                1,
+                self.batch,
+                shape.kv_heads,
+                self.capacity,
+                self.device,
+                shape.dtype,
+            )
+            self._waiting[layer] = waiting
+        return waiting
+
+    def handoff(self, pads: Sequence[int] | None = None) -> None:
+        """From here on it is decode's. Converts what prefill wrote where ``kv`` says so; ``pads``: columns of padding at
+        the left of each row, which are no part of a channel's mean and spread."""
+        self.decoding = True
+        pad = None if not pads or not any(pads) else torch.tensor(pads, device=self.device)
+        for layer, waiting in enumerate(self._waiting):
+            if waiting is None:
+                continue
+            store, place = self._places[layer]
+            if self.kv.keys == "channel":
+                self._channels[layer] = Channels.of(waiting.read(0, 0, 0, self.end, torch.float32), pad)
+            channels = self._channels[layer]
+            for first in range(max(0, self.end - store.slots), self.end, ENCODE_BLOCK):
+                last = min(first + ENCODE_BLOCK, self.end)
+                keys, values = (waiting.read(0, which, first, last, torch.float32) for which in (0, 1))
+                store.write(place, first, keys if channels is None else channels.apart(keys), values)
+            self._waiting[layer] = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.start

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from pdq_tui.engine.agreement import Agreement, first_line
+from pdq_tui.engine.attention import UNSUPPORTED, decode_product
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.formats.linears import PackedLinear
 from pdq_tui.engine.kv import KvCache, active_cache
@@ -57,31 +57,32 @@ Program = Callable[..., Any]
 # -- the one operator that knows the cache -----------------------------------------------------------------------------
 
 _library: Any = torch.library.Library("pdq", "DEF")  # type: ignore[no-untyped-call]
-_library.define("decode_attention(Tensor q, Tensor k, Tensor v, Tensor slot, float scale) -> Tensor")
+_library.define(
+    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor slot, float scale, int? window, float? softcap) -> Tensor"
+)
 
 
-def _decode_attention(q: Tensor, k: Tensor, v: Tensor, slot: Tensor, scale: float) -> Tensor:
+def _decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, slot: Tensor, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
     """q [B, H, 1, D], k and v [B, Hkv, 1, D] of the new position, slot: the layer's number → [B, 1, H, D].
 
-    Writes k and v into the active cache at its ``start`` and attends over its filled part.
+    Writes k and v into the active cache at its ``start`` and attends over its filled part, or the last ``window`` of it.
     """
     cache = active_cache()
     keys, values = cache.update(k, v, int(slot))
-    B, H, _, D = q.shape
-    kv_heads = k.shape[1]
     mask = cache.mask
     if mask is not None:
         mask = mask[..., : cache.end]
-    out = F.scaled_dot_product_attention(
-        q.reshape(B, kv_heads, H // kv_heads, D), keys, values, attn_mask=mask, scale=scale
-    )
-    return out.reshape(B, 1, H, D)
+    return decode_product(q, keys, values, mask, scale, window, softcap)
 
 
 _library.impl("decode_attention", _decode_attention, "CompositeExplicitAutograd")
 
 
-def _decode_attention_shape(q: Tensor, k: Tensor, v: Tensor, slot: Tensor, scale: float) -> Tensor:
+def _decode_attention_shape(
+    q: Tensor, k: Tensor, v: Tensor, slot: Tensor, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
     B, H, _, D = q.shape
     return q.new_empty(B, 1, H, D)
 
@@ -97,17 +98,19 @@ def _traced_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What a layer calls while it is traced: the operator, with the layer's number as a tensor."""
-    for name in ("softcap", "s_aux", "head_mask", "sinks"):
+    for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise UncompiledError(f"attention with {name}")
     slot = kwargs.get("pdq_slot")
     if slot is None:
         raise UncompiledError("its layers keep arguments from their attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return torch.ops.pdq.decode_attention(query, key, value, slot, scale), None
+    return torch.ops.pdq.decode_attention(query, key, value, slot, scale, sliding_window, softcap), None
 
 
 AttentionInterface.register(ATTENTION, _traced_attention)
@@ -151,6 +154,8 @@ class CompiledLayer(nn.Module):
         self._program, self._paths = program, tuple(call.paths)
         self._shapes = [tensor.shape for tensor in call.inputs]
         self._fixed = (torch.tensor(call.slot), *call.tensors)
+        # Experts are found by number as long as they live: not a submodule, but not let go either.
+        self._stands_for = (call.layer,)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = [reach(args, kwargs, path) for path in self._paths]

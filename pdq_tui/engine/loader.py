@@ -20,12 +20,12 @@ from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.pytorch_utils import Conv1D
 
 from pdq_tui import locations
 from pdq_tui.core.protocol import Load, ModelInfo
 from pdq_tui.engine import convert, hub
 from pdq_tui.engine.cancel import check, interruptible
+from pdq_tui.engine.census import packable
 from pdq_tui.engine.checkpoint import Checkpoint, HeldMasters, MappedMasters, Masters, few, inspect
 from pdq_tui.engine.device import Device
 from pdq_tui.errors import PdqError, UsageError
@@ -242,12 +242,12 @@ def _mapped(
     stored: dict[str, str] = {}
     for names, parameter in groups:
         name = next((n for n in names if n in checkpoint.tensors), None)
-        if name is None or checkpoint.tensors[name][1] != tuple(parameter.shape):
+        if name is None or checkpoint.tensors[name].shape != tuple(parameter.shape):
             return None, None
         stored.update(dict.fromkeys(names, name))
     aliases = {name: file_name for name, file_name in stored.items() if name != file_name}
     masters = MappedMasters(checkpoint, dtype, aliases)
-    linear = linear_weights(model)
+    linear = packable(model)
     wanted = [names for names, _ in groups if not linear.issuperset(names)]
     for done, names in enumerate(wanted):
         check(cancelled)
@@ -315,7 +315,7 @@ def _held(
             f" files: {few(missing)}",
             "take the config.json that belongs to these weights",
         )
-    linear = linear_weights(model)
+    linear = packable(model)
     held: dict[str, torch.Tensor] = {}
     for names, parameter in _parameter_groups(model):
         if linear.issuperset(names):
@@ -330,15 +330,6 @@ def _held(
     masters = HeldMasters(held)
     _move_buffers(model, None, device)
     return model, masters
-
-
-def linear_weights(model: nn.Module) -> set[str]:
-    """Names of the weights that a policy may replace: of linear layers, and of GPT-2's Conv1D."""
-    return {
-        f"{name}.weight" if name else "weight"
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D))
-    }
 
 
 def _parameter_groups(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:

@@ -8,100 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import torch
-from torch import nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from pdq_tui.core.formats import GROUP_SIZES, Format
-from pdq_tui.core.kernels import Candidate, Capability, KernelTable
+from pdq_tui.core.kernels import Candidate, Capability, KernelTable, uses_of
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.protocol import Coverage, Fallback, LeftModule, WeightsInfo
+from pdq_tui.engine.census import Census, Fused, Layer
 from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec, dense_dtype
 from pdq_tui.engine.kernels import ProbeKey
 from pdq_tui.errors import OTHER_FORMAT, UnfitError, UsageError
 
 #: Below this share of the weights converted, a policy that names another format than the model's is called partial.
 PARTIAL_BELOW = 0.5
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One linear layer of the model. ``conv1d``: its parameter is [K, N]. ``tied``: it is the input embedding's."""
-
-    name: str
-    N: int
-    K: int
-    conv1d: bool = False
-    head: bool = False
-    tied: bool = False
-
-    @property
-    def parameter(self) -> str:
-        return f"{self.name}.weight"
-
-    @property
-    def parameters(self) -> int:
-        return self.N * self.K
-
-
-@dataclass(frozen=True)
-class Fused:
-    """A weight outside linear layers that no format here reaches: fused experts, routers."""
-
-    name: str
-    parameters: int
-    nbytes: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Census:
-    """What a model consists of. ``other_bytes``: every parameter and buffer that is no linear layer's weight, embedding
-    tables (``embedding_bytes``: tokens and learned positions) among them."""
-
-    layers: tuple[Layer, ...]
-    fused: tuple[Fused, ...]
-    other_bytes: int
-    embedding_bytes: int
-
-
-def take_census(model: PreTrainedModel) -> Census:
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    embedding = model.get_input_embeddings()
-    tied_weight = embedding.weight
-    layers: list[Layer] = []
-    linear_weights: set[int] = set()
-    fused: list[Fused] = []
-    owners: dict[int, nn.Module] = {}
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(module, (nn.Linear, Conv1D)) and isinstance(weight, torch.Tensor):
-            conv1d = isinstance(module, Conv1D)
-            N, K = (weight.shape[1], weight.shape[0]) if conv1d else (weight.shape[0], weight.shape[1])
-            tied = weight is tied_weight
-            layers.append(Layer(name, N, K, conv1d, module is head, tied))
-            if not tied:
-                linear_weights.add(id(weight))
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), module)
-    for name, parameter in model.named_parameters():
-        owner = owners[id(parameter)]
-        if id(parameter) in linear_weights or parameter.dim() < 2 or isinstance(owner, nn.Embedding):
-            continue
-        what = "fused expert weights in one tensor" if parameter.dim() > 2 else "not a linear layer"
-        reason = f"{what} ({type(owner).__name__}): no kernel here reads it packed"
-        fused.append(Fused(name, parameter.numel(), parameter.nbytes, reason))
-    other = {id(t): t.nbytes for t in [*model.parameters(), *model.buffers()] if id(t) not in linear_weights}
-    return Census(
-        tuple(layers),
-        tuple(fused),
-        sum(other.values()),
-        sum({id(m.weight): m.weight.nbytes for m in model.modules() if isinstance(m, nn.Embedding)}.values()),
-    )
 
 
 @dataclass(frozen=True)
@@ -124,6 +45,14 @@ class Placement:
     def as_written(self) -> bool:
         """True where the policy's format runs as it is written; columns of zeros do not change it."""
         return self.fallback is None or (self.spec.fmt == self.wanted and self.spec.k != self.spec.K)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of the memory that its weights are dequantized into, which all layers share; 0 where they are not."""
+        if not self.candidate.widens:
+            return 0
+        wide = torch.float32 if self.candidate.arithmetic == "fp32" else self.spec.dtype
+        return self.spec.N * self.spec.k * wide.itemsize
 
 
 class Plan(msgspec.Struct, kw_only=True):
@@ -175,7 +104,7 @@ class Planner:
         asked = self._risky(policy, stage)
         broken = self._broken(asked) if asked else {}
         placements = [
-            self._place(policy, stage, layer, head_rows if layer.head else rows, broken)
+            self._place(policy, stage, layer, layer.rows(head_rows if layer.head else rows), broken)
             for layer in self.census.layers
         ]
         lost = next((p for p in placements if p.nowhere), None)
@@ -239,9 +168,15 @@ class Planner:
         bad = {name: why for (name, d, n, kk), why in broken.items() if (d, n, kk) == (own, layer.N, layer.K)}
         used, k, reason = fit_groups(wanted, layer.K, policy.on_misfit)
         if used is not None:
-            choice = self.table.place(used, layer.N, k, rows, self._dtype_name(used), self.capability, bad)
+            use, beside = (
+                each and each.grouped(used.group_size) for each in uses_of(policy, layer.name, stage)
+            )
+            assert use is not None
+            choice = self.table.place(
+                use, layer.N, k, rows, self._dtype_name(used), self.capability, bad, beside
+            )
             if choice.candidate is not None:
-                spec = Spec(used, choice.candidate.layout, layer.N, layer.K, k, self.dtype)
+                spec = Spec(used, choice.candidate.layout, layer.N, layer.K, k, self.dtype, layer.experts)
                 missed = choice.passed_over[1] if choice.passed_over else None
                 return Placement(layer, stage, rows, wanted, spec, choice.candidate, left, reason or missed)
             refusal = self.table.refusal(used, self._dtype_name(used), self.capability)
@@ -253,7 +188,7 @@ class Planner:
         choice = self.table.choose(dense, layer.N, layer.K, rows, own, self.capability, broken=bad)
         if choice.candidate is None:
             raise UnfitError(f"{layer.name}: nothing multiplies it here: {'; '.join(choice.reasons)}")
-        spec = Spec(dense, choice.candidate.layout, layer.N, layer.K, layer.K, self.dtype)
+        spec = Spec(dense, choice.candidate.layout, layer.N, layer.K, layer.K, self.dtype, layer.experts)
         return Placement(layer, stage, rows, wanted, spec, choice.candidate, reason, reason, nowhere)
 
 
@@ -334,7 +269,7 @@ def weights_of(
                 continue
             if p.layer.tied and _plain(p):
                 continue  # the embedding's own bytes
-            stored[stage][p.layer.name, p.spec.key] = p.spec.nbytes
+            stored[stage] |= {(p.layer.name, part.key): part.own_bytes for part in p.spec.parts}
     prefill, decode = (sum(stored[s].values()) for s in STAGES)
     union = sum((stored["prefill"] | stored["decode"]).values())
     bits: dict[str, float | None] = {
@@ -351,6 +286,9 @@ def weights_of(
         extra_bytes=union - max(prefill, decode),
         kept_bytes=kept,
         bits_per_weight=bits,
+        scratch_bytes=max(
+            (p.scratch_bytes for placements in by_stage.values() for p in placements), default=0
+        ),
     )
 
 

@@ -40,13 +40,17 @@ def _probe(job: dict[str, Any]) -> str | None:
     import torch
 
     from pdq_tui.core.formats import Format
-    from pdq_tui.engine import native
+    from pdq_tui.engine import kv_formats, kv_native, native
     from pdq_tui.engine.formats.ops import OPS
-    from pdq_tui.engine.formats.pack import pack
+    from pdq_tui.engine.formats.pack import pack_all
     from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec
     from pdq_tui.engine.formats.unpack import Scratch
 
     dtype = {name: torch_dtype for torch_dtype, name in DTYPE_NAMES.items()}[job["dtype"]]
+    if job["native"]:
+        native.load(Path(job["native"]))
+    if "cache" in job:
+        return kv_native.wrong_with(kv_formats.named(job["cache"], job["N"], job["K"], dtype), dtype)
     N, K = job["N"], job["K"]
     torch.manual_seed(0)
     master = torch.randn(N, K).to(dtype)
@@ -58,9 +62,7 @@ def _probe(job: dict[str, Any]) -> str | None:
     )
     k = K + (-K % fmt.group_size if fmt.group_size else 0)
     device = torch.device(job["device"])
-    packed = pack(Spec(fmt, job["layout"], N, K, k, dtype), master, device, lambda: False)
-    if job["native"]:
-        native.load(Path(job["native"]))
+    packed = pack_all(Spec(fmt, job["layout"], N, K, k, dtype), master, device, lambda: False)
     layer = OPS[job["op"]](packed, None, Scratch())
     with torch.inference_mode():
         for rows in (1, 5, 17):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pdq_tui.engine.kv import KvCache
+from pdq_tui.engine.kv import Held, KvCache
 
 #: A mask has another shape at every step, and the operator takes it from the cache.
 _NO_MASK: Final = {"attention_mask": None}
@@ -83,9 +83,11 @@ class Call:
 
 @dataclass
 class Step:
-    """One recorded decode step that wrote position ``start``. ``calls``: by layer; ``logits``: [B, V]."""
+    """One recorded decode step that wrote position ``start``. ``held``: the cache before it; ``calls``: by layer;
+    ``logits``: [B, V]."""
 
     start: int
+    held: Held
     calls: list[Call]
     logits: Tensor
 
@@ -154,6 +156,7 @@ def record_step(
 ) -> Step:
     """Run ``step`` and keep every layer's call. Raises UncompiledError for layers that return something else than one
     tensor."""
+    held = cache.copied()
     recorder = Recorder(places)
     try:
         logits = step()
@@ -162,7 +165,7 @@ def record_step(
     calls = [recorder.calls[i] for i in range(len(places)) if i in recorder.calls]
     if len(calls) != len(places) or any(call.out is None for call in calls):
         raise UncompiledError("its layers do not return one tensor each")
-    return Step(cache.start, calls, logits.clone())
+    return Step(cache.start, held, calls, logits.clone())
 
 
 class Recorder:

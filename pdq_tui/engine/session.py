@@ -198,6 +198,8 @@ class Session:
                 )
             )
             return
+        caches = self.staged.caches
+        model.info.kv, model.info.kv_refused = caches.shape.geometry, caches.refused
         bench = self.bench = Bench(device, self.send)
         bench.eos, bench.peaks = model.eos, found
         bench.text = lambda ids: str(model.tokenizer.decode(list(ids), skip_special_tokens=False))

@@ -9,10 +9,9 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,24 +21,24 @@ from pdq_tui import locations
 from pdq_tui.core.kernels import Capability, KernelTable
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.protocol import Coverage, Fallback, KvInfo, WeightsInfo
-from pdq_tui.engine import attention
+from pdq_tui.engine import attention, experts
+from pdq_tui.engine.census import Layer, check_fit, take_census
 from pdq_tui.engine.checkpoint import Masters
 from pdq_tui.engine.cost import CostModel
 from pdq_tui.engine.formats.ops import OPS
-from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec
+from pdq_tui.engine.formats.packed import DTYPE_NAMES, PackedStack, Spec
 from pdq_tui.engine.formats.unpack import Scratch
 from pdq_tui.engine.generation import Generation
 from pdq_tui.engine.kernels import Prober, capability
 from pdq_tui.engine.kv import KvCache, KvShape
+from pdq_tui.engine.kv_pool import KvPool
 from pdq_tui.engine.layers import RECORD_AFTER, RECORDED, LayerCompiler
 from pdq_tui.engine.plan import (
-    Layer,
     Placement,
     Plan,
     Planner,
     coverage_of,
     fallbacks_of,
-    take_census,
     warnings_of,
     weights_of,
 )
@@ -47,9 +46,6 @@ from pdq_tui.engine.recorded import UncompiledError
 from pdq_tui.engine.views import Caller, copy_shell
 from pdq_tui.engine.weights import HEADROOM_BYTES, Key, Progress, WeightStore
 from pdq_tui.errors import UnfitError, UsageError
-
-#: KV buffers kept for reuse, by (batch, capacity).
-KV_BUFFERS: Final = 2
 
 
 class ModelDevice(Protocol):
@@ -85,9 +81,10 @@ class StagedModel:
         layers: str = "eager",
     ) -> None:
         attention.register()
+        experts.register()
         self.skeleton, self.device = skeleton, device
         self.census = take_census(skeleton)
-        self.window = _window(skeleton)
+        check_fit(skeleton, attention_name)
         self.capability: Capability = capability(device)
         embedding = skeleton.get_input_embeddings()
         assert isinstance(embedding.weight, Tensor)
@@ -96,22 +93,16 @@ class StagedModel:
         self.planner = Planner(self.census, self.dtype, kernels, self.capability, self.prober.broken)
         parameters = dict(skeleton.named_parameters(remove_duplicate=False))
         own = {
-            layer.parameter: parameters[layer.parameter].detach()
+            layer.name: parameters[layer.parameter].detach()
             for layer in self.census.layers
             if parameters[layer.parameter].device == device.torch_device
         }
         self._parameters = parameters
         self.store = WeightStore(masters, device.torch_device, budget_bytes, own)
         self.kv = KvShape(skeleton.config, self.dtype)
+        self.caches = KvPool(self.kv, device.torch_device, own_attention=attention_name == "pdq")
         config = skeleton.config.get_text_config()
-        experts = int(getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0)
-        self.costs = CostModel(
-            self.census,
-            self.kv,
-            int(config.hidden_size),
-            experts,
-            int(getattr(config, "num_experts_per_tok", None) or 1),
-        )
+        self.costs = CostModel(self.census, self.kv, int(config.hidden_size))
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.rotary = getattr(config, "rope_parameters", None) is not None
         self.scratch = Scratch()
@@ -121,7 +112,6 @@ class StagedModel:
         self.compiler = LayerCompiler(locations.cache_dir() / "inductor")
         self._arms: weakref.WeakSet[StagedArm] = weakref.WeakSet()
         self._views: weakref.WeakValueDictionary[tuple[Any, ...], View] = weakref.WeakValueDictionary()
-        self._caches: OrderedDict[tuple[int, int], KvCache] = OrderedDict()
 
     # -- planning and packing ------------------------------------------------------------------------------------------
 
@@ -133,6 +123,7 @@ class StagedModel:
         Raises PdqError where the policy is refused: nothing runs it here, or ``hard`` / on_fallback = "fail" and
         something would not be as the policy says.
         """
+        self.caches.check(policy.kv, policy.name)
         by_stage = self._placements(policy, rows)
         wanted = _wanted(by_stage)
         dtype = DTYPE_NAMES[self.dtype]
@@ -192,6 +183,7 @@ class StagedModel:
         plan = self.plan(policy, rows, hard=hard)
         wanted = _wanted(self._placements(policy, rows))
         live = {key for arm in self._arms for key in arm.keys}
+        self.prober.try_caches(self.caches.own_kernels(policy.kv), self.dtype, cancelled, progress)
         self.store.check_fit(plan.new_bytes, live | set(wanted), self.device.free_bytes())
         packed = self.store.pack_missing(wanted, progress, cancelled)
         arm = StagedArm(self, policy, plan, rows, frozenset(wanted), resident=packed == 0)
@@ -206,7 +198,7 @@ class StagedModel:
                 self._arms.discard(arm)
                 arm.drop()
         self.store.keep_only({key for arm in keep for key in arm.keys})
-        self._caches.clear()
+        self.caches.clear()
         self.scratch.clear()
         self.give_back()
 
@@ -271,6 +263,7 @@ class StagedModel:
         """Compiled layers in the view's place, or the reason why it stays as it is."""
         begin = time.monotonic()
         cache = KvCache(self.kv, rows, RECORD_AFTER + RECORDED, self.device.torch_device)
+        cache.handoff()
         words = int(self.skeleton.config.get_text_config().vocab_size)
 
         def step() -> Tensor:
@@ -303,26 +296,14 @@ class StagedModel:
         return attention.PREFILL_FLOAT32 if slow else attention.PREFILL
 
     def _linear(self, p: Placement) -> nn.Module:
-        bias = self._parameters.get(f"{p.layer.name}.bias")
         packed = self.store.get((p.layer.name, p.spec.key))
-        layer: nn.Module = OPS[p.candidate.op](packed, None if bias is None else bias.detach(), self.scratch)
+        make = OPS[p.candidate.op]
+        if isinstance(packed, PackedStack):
+            parts = [make(part, None, self.scratch).eval() for part in packed.parts]
+            return experts.ExpertLinears(parts, p.layer.N)
+        bias = self._parameters.get(f"{p.layer.name}.bias")
+        layer: nn.Module = make(packed, None if bias is None else bias.detach(), self.scratch)
         return layer.eval()
-
-    def cache(self, batch: int, capacity: int) -> KvCache:
-        """A KV buffer for (batch, capacity), the same one again where there is one: one request runs at a time."""
-        key = (batch, capacity)
-        found = self._caches.get(key)
-        if found is None:
-            while len(self._caches) >= KV_BUFFERS:
-                self._caches.popitem(last=False)
-            found = KvCache(self.kv, batch, capacity, self.device.torch_device)
-            self._caches[key] = found
-        self._caches.move_to_end(key)
-        return found
-
-    @property
-    def kv_allocated_bytes(self) -> int:
-        return sum(cache.nbytes for cache in self._caches.values())
 
 
 class View:
@@ -373,18 +354,14 @@ class StagedArm:
         self._weights.session_resident_bytes = self.owner.session_resident_bytes
         return self._weights
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.owner.kv.bytes_per_token
-
     def kv_info(self) -> KvInfo:
         """The KV cache and how many tokens of it fit now: into what is free on the device, what present buffers hold,
         and what only other policies of the session hold, since serving this policy needs neither."""
         owner = self.owner
-        free, buffers = owner.device.free_bytes(), owner.kv_allocated_bytes
+        free = owner.device.free_bytes()
         if free is not None:
-            free += buffers + owner.store.bytes_beside(self.keys)
-        return owner.kv.info(buffers, free, HEADROOM_BYTES)
+            free += owner.caches.nbytes + owner.store.bytes_beside(self.keys)
+        return owner.caches.info(self.policy.kv, free, HEADROOM_BYTES)
 
     def view(
         self,
@@ -412,33 +389,16 @@ class StagedArm:
         than the model has.
         """
         owner = self.owner
-        if owner.window is not None and capacity > owner.window:
-            raise UsageError(
-                f"this model's attention slides over {owner.window} positions; {capacity} were asked for",
-                f"prompt and output together may have {owner.window} tokens here",
-            )
         if not owner.rotary and owner.max_positions is not None and capacity > owner.max_positions:
             raise UsageError(f"this model has {owner.max_positions} positions, {capacity} were asked for")
         owner.compiler.settle()
-        return Generation(self, owner.cache(batch, capacity), batch, pad)
+        return Generation(self, owner.caches.cache(batch, capacity, self.policy.kv), batch, pad)
 
 
 def _wanted(by_stage: dict[Stage, list[Placement]]) -> dict[Key, tuple[Layer, Spec]]:
-    return {(p.layer.name, p.spec.key): (p.layer, p.spec) for stage in STAGES for p in by_stage[stage]}
-
-
-def _window(model: PreTrainedModel) -> int | None:
-    """The sliding window that limits this model's requests here, None without one. Raises UnfitError for layers that keep
-    another kind of state than keys and values."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    other = kinds - {"full_attention", "sliding_attention"}
-    if other or getattr(config, "is_encoder_decoder", False):
-        what = ", ".join(sorted(other)) or "an encoder"
-        raise UnfitError(f"this model has layers of kind {what}, which this engine does not run")
-    window = getattr(config, "sliding_window", None)
-    if window is None or getattr(config, "use_sliding_window", True) is False:
-        return None
-    if getattr(config, "layer_types", None) and "sliding_attention" not in kinds:
-        return None
-    return int(window)
+    return {
+        (p.layer.name, part.key): (p.layer, part)
+        for stage in STAGES
+        for p in by_stage[stage]
+        for part in p.spec.parts
+    }

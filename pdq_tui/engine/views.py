@@ -11,19 +11,25 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from pdq_tui.engine import experts
+
 
 def copy_shell(model: PreTrainedModel, linears: Mapping[str, nn.Module], attention: str) -> PreTrainedModel:
-    """A model with the same parameters, buffers and hooks, ``linears`` in place of the modules of these dotted names.
+    """A model with the same parameters, buffers and hooks, ``linears`` in place of the modules, or of the parameters, of
+    these dotted names.
 
     The view has configs of its own, which name ``attention``; no tensor is copied.
     """
     modules: dict[int, nn.Module] = {}
     configs: dict[int, PreTrainedConfig] = {}
+    mixture = any(isinstance(module, experts.ExpertLinears) for module in linears.values())
 
     def config_copy(config: PreTrainedConfig) -> PreTrainedConfig:
         if id(config) not in configs:
             mine = copy.copy(config)
             mine._attn_implementation = attention
+            if mixture:
+                mine._experts_implementation = experts.NAME
             configs[id(config)] = mine
         return configs[id(config)]
 
@@ -42,6 +48,9 @@ def copy_shell(model: PreTrainedModel, linears: Mapping[str, nn.Module], attenti
             else shell(child, f"{name}.{child_name}" if name else child_name)
             for child_name, child in module._modules.items()
         }
+        for leaf in [leaf for leaf in mine._parameters if f"{name}.{leaf}" in linears]:
+            del mine._parameters[leaf]
+            mine._modules[leaf] = linears[f"{name}.{leaf}"]
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
             mine.__dict__["config"] = config_copy(config)

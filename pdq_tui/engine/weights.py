@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from pdq_tui.engine.census import Layer
 from pdq_tui.engine.checkpoint import Masters
-from pdq_tui.engine.formats.pack import pack
-from pdq_tui.engine.formats.packed import Packed, Spec
-from pdq_tui.engine.plan import Layer
+from pdq_tui.engine.formats.pack import pack, pack_stack
+from pdq_tui.engine.formats.packed import Packed, PackedStack, Spec
 from pdq_tui.errors import UnfitError
 
 Key = tuple[str, str]
@@ -23,29 +24,27 @@ HEADROOM_BYTES: Final = 64 << 20
 
 
 class WeightStore:
-    """Holds what is packed. ``own``: weights that the skeleton holds on the device itself (tied heads, models held in
-    memory): they are used instead of the masters."""
+    """Holds what is packed. ``own``: by layer, weights that the skeleton holds on the device itself (tied heads): they are
+    used instead of the masters."""
 
     def __init__(
         self, masters: Masters, device: torch.device, budget_bytes: int | None, own: Mapping[str, Tensor]
     ) -> None:
         self.masters, self.device, self.budget_bytes = masters, device, budget_bytes
         self._own = own
-        self._entries: OrderedDict[Key, Packed] = OrderedDict()
+        self._entries: OrderedDict[Key, Packed | PackedStack] = OrderedDict()
 
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
 
-    def get(self, key: Key) -> Packed:
+    def get(self, key: Key) -> Packed | PackedStack:
         self._entries.move_to_end(key)
         return self._entries[key]
 
     @property
     def nbytes(self) -> int:
         """Everything held, dense masters in use included, the model's own (tied) tensors not."""
-        return sum(
-            p.nbytes for (name, _), p in self._entries.items() if p.ours or f"{name}.weight" not in self._own
-        )
+        return sum(p.nbytes for (name, _), p in self._entries.items() if p.ours or name not in self._own)
 
     @property
     def packed_bytes(self) -> int:
@@ -60,16 +59,16 @@ class WeightStore:
     def new_bytes(self, wanted: Mapping[Key, tuple[Layer, Spec]]) -> int:
         """Bytes that packing what is missing will allocate."""
         return sum(
-            spec.nbytes
+            spec.own_bytes
             for key, (layer, spec) in wanted.items()
             if key not in self and not self.shares(layer, spec)
         )
 
     def shares(self, layer: Layer, spec: Spec) -> bool:
         """True where the dense weight is the master (or the model's own tensor) itself and costs nothing."""
-        if not spec.fmt.dense or spec.stored_dtype != spec.dtype:
+        if not spec.fmt.dense or spec.stored_dtype != spec.dtype or layer.conv1d:
             return False
-        return layer.parameter in self._own or self.device.type == "cpu"
+        return layer.name in self._own or (self.device.type == "cpu" and self.masters.shared(layer.parameter))
 
     def check_fit(self, new_bytes: int, live: Iterable[Key], free_bytes: int | None) -> None:
         """Make room under the budget by dropping what no live arm uses. Raises UnfitError before anything is packed."""
@@ -104,20 +103,38 @@ class WeightStore:
     ) -> int:
         """Pack what is not there. Returns how many layers were packed. Raises Cancelled; what is done stays."""
         missing = [(key, layer, spec) for key, (layer, spec) in wanted.items() if key not in self]
-        total = float(sum(spec.nbytes for _, _, spec in missing))
+        total = float(sum(spec.own_bytes for _, _, spec in missing))
         done = 0.0
         for key, layer, spec in missing:
             progress(done, total, f"{spec.fmt.label} {layer.name}")
-            self._entries[key] = pack(spec, self.master(layer), self.device, cancelled)
-            done += spec.nbytes
+            shared = self.shares(layer, spec)
+            base = self._base(layer, spec)
+            if spec.stack:
+                assert base is None or isinstance(base, PackedStack)
+                masters = partial(self.master, layer)
+                self._entries[key] = pack_stack(spec, masters, self.device, cancelled, shared, base)
+            else:
+                assert base is None or isinstance(base, Packed)
+                self._entries[key] = pack(spec, self.master(layer), self.device, cancelled, shared, base)
+            done += spec.own_bytes
         if missing:
             progress(total, total, "packed")
         return len(missing)
 
-    def master(self, layer: Layer) -> Tensor:
-        """[N, K] in the model's dtype, a view where the parameter is kept [K, N]."""
-        own = self._own.get(layer.parameter)
-        weight = own if own is not None else self.masters.get(layer.parameter)
+    def _base(self, layer: Layer, spec: Spec) -> Packed | PackedStack | None:
+        """The packed weights that ``spec`` builds upon; they stand before it in what is wanted."""
+        below = spec.parts[:-1]
+        return self._entries[layer.name, below[-1].key] if below else None
+
+    def master(self, layer: Layer, expert: int | None = None) -> Tensor:
+        """[N, K] in the model's dtype, a view where the parameter is kept [K, N]; of ``expert`` where there are several."""
+        own = self._own.get(layer.name)
+        if own is not None:
+            weight = own if expert is None else own[expert]
+        elif expert is None:
+            weight = self.masters.get(layer.parameter)
+        else:
+            weight = self.masters.part(layer.parameter, expert)
         return weight.t() if layer.conv1d else weight
 
     def keep_only(self, keys: Iterable[Key]) -> None:

@@ -54,7 +54,7 @@ _ALL: Final = (
         path=("kv", "bytes_per_token"),
         name="KV cache per token",
         short="KV/token",
-        formula="bytes of keys and values of one token over all layers",
+        formula="stored bytes of keys and values of one token over all layers, scales included, as decode reads them",
         why="With the free memory it gives the tokens that fit.",
     ),
 )

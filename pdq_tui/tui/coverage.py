@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pdq_tui.core.kv import sliding_words
 from pdq_tui.core.metrics import format_bytes
-from pdq_tui.core.protocol import ArmReady, Coverage, LeftModule
+from pdq_tui.core.protocol import ArmReady, Coverage, KvInfo, LeftModule
 from pdq_tui.host.view import ArmView
 from pdq_tui.tui.lines import Line, literal
 
@@ -41,11 +42,14 @@ def _ready_lines(ready: ArmReady) -> list[Line]:
         if weights.extra_bytes
         else "no extra bytes"
     )
+    if weights.scratch_bytes:
+        extra += f", {format_bytes(weights.scratch_bytes)} to dequantize one layer at a time"
     lines = [
         Line.of(
             f"  weights {format_bytes(weights.stored_bytes)} stored, {extra}; "
             f"{format_bytes(weights.kept_bytes)} kept in the model's dtype"
-        )
+        ),
+        Line.of(_kv_line(ready.kv)),
     ]
     for stage, coverage in ready.coverage.items():
         lines.append(Line.of(_stage_line(stage, coverage)))
@@ -62,6 +66,23 @@ def _ready_lines(ready: ArmReady) -> list[Line]:
         )
     lines += [Line.of(f"  ! {literal(text)}", "warn") for text in ready.warnings]
     return lines
+
+
+def _kv_line(kv: KvInfo) -> str:
+    """``KV cache int8, 11880 B a token, 30 of 30 layers quantized; prefill reads bf16, 23040 B, converted at handoff``"""
+    line = f"  KV cache {literal(kv.dtype)}, {kv.bytes_per_token} B a token"
+    if kv.quantized_layers:
+        line += f", {kv.quantized_layers} of {kv.layers} layers quantized"
+    if kv.prefill_dtype not in (None, kv.dtype):
+        line += f"; prefill reads {literal(kv.prefill_dtype or '')}, {kv.prefill_bytes_per_token} B"
+    if kv.convert != "never":
+        line += f"; converted at {literal(kv.convert)}"
+    if kv.kernel is not None:
+        line += f"; read by {literal(kv.kernel)}" + (
+            f" ({literal(kv.kernel_reason)})" if kv.kernel_reason else ""
+        )
+    sliding = sliding_words(kv.sliding_layers, kv.layers, kv.window)
+    return line + (f"; {sliding}" if sliding else "")
 
 
 def _stage_line(stage: str, c: Coverage) -> str:

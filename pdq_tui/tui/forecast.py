@@ -113,26 +113,30 @@ def fit(question: Question, forecast: Forecast) -> tuple[bool | None, str]:
 
 
 def words(question: Question, forecast: Forecast, width: int) -> list[str]:
-    """Three lines for ``width`` cells: each stage's weights, what is stored, and whether it fits."""
+    """Three lines for ``width`` cells: each stage's weights, what is stored and a token takes, and whether it fits."""
     p = forecast.prediction
     size = {stage: format_bytes(p.stages[stage].bytes) for stage in STAGES}
+    kv = "n/a" if p.kv_bytes_per_token is None else f"{p.kv_bytes_per_token} B"
     good, why = fit(question, forecast)
     head = {True: "✓ fits", False: "✗ does not fit", None: "? fits"}[good]
     if width < 44:
-        copy = f"+{format_bytes(p.extra_bytes)} second copy" if p.extra_bytes else "no second copy"
+        copy = f"+{format_bytes(p.extra_bytes)} copy" if p.extra_bytes else "no copy"
         return [
             "  ".join(f"{stage[0].upper()} {text}" for stage, text in size.items()),
-            copy,
+            f"{copy} KV {kv}",
             f"{head}: {format_bytes(forecast.new_bytes)} new",
         ]
     extra = f"+{format_bytes(p.extra_bytes)} for a second copy" if p.extra_bytes else "no second copy"
     if width < 70:
-        return [" · ".join(f"{stage} {text}" for stage, text in size.items()), extra, f"{head}: {why}"]
+        stages = " · ".join(f"{stage} {text}" for stage, text in size.items())
+        return [stages, f"{extra.replace('for a ', '')} · KV {kv}/token", f"{head}: {why}"]
     formats = {stage: literal(question.policy.stage(stage).format.label) for stage in STAGES}
+    stored = f"  {format_bytes(p.stored_bytes)} stored, {extra}"
     kept = f", {format_bytes(p.kept_bytes)} kept as they are" if p.kept_bytes else ""
+    token = f"; KV {kv} a token"
     return [
         "predicted weights: " + "   ".join(f"{s} {formats[s]} {text}" for s, text in size.items()),
-        f"  {format_bytes(p.stored_bytes)} stored, {extra}{kept}",
+        stored + (kept if len(stored + kept + token) <= width else "") + token,
         f"{head}: {why}",
     ]
 

@@ -157,7 +157,7 @@ def arm_words(arm: ArmView | None, look: Look, form: Form = "long", *, reference
     if arm is None or policy is None:
         return "no policy"
     stages = [stage_word(policy, stage) for stage in STAGES]
-    kv = f"kv {policy.kv.decode}"
+    kv = f"kv {policy.kv.label}"
     if form == "long":
         text = " · ".join([*(f"{stage} {word}" for stage, word in zip(STAGES, stages, strict=True)), kv])
     else:

@@ -17,7 +17,7 @@ from textual.screen import Screen
 
 from pdq_tui.core.policy import Stage
 from pdq_tui.host.view import SessionView
-from pdq_tui.tui import heading, keys, live_layout, modals, panels, pictures
+from pdq_tui.tui import heading, keys, kv_edit, live_layout, modals, panels, pictures
 from pdq_tui.tui.ask import Pick, Write
 from pdq_tui.tui.chart import Chart
 from pdq_tui.tui.copying import copy_text
@@ -185,8 +185,7 @@ class LiveScreen(Screen[None]):
         arm = view.active
         policy = heading.wanted_policy(view.arms.get(arm))
         if policy is None:
-            self.pdq.session.note("warn", f"arm {arm} has no policy yet")
-            self.redraw(charts=False)
+            self._no_policy(arm)
             return
 
         def chosen(label: str | None) -> None:
@@ -206,9 +205,23 @@ class LiveScreen(Screen[None]):
 
     def action_kv(self) -> None:
         view = self.now()
-        policy = heading.wanted_policy(view.arms.get(view.active))
-        current = policy.kv.decode if policy else "bf16"
-        self.app.push_screen(Pick(f"arm {view.active}: the KV cache", modals.KV_CHOICES, current))
+        arm = view.active
+        policy = heading.wanted_policy(view.arms.get(arm))
+        if policy is None:
+            self._no_policy(arm)
+            return
+
+        def chosen(label: str | None) -> None:
+            if label is not None and label != policy.kv.label:
+                self.pdq.session.set_policy(arm, policy.with_kv(kv_edit.BY_LABEL[label]))
+            self.redraw(charts=False)
+
+        question = f"arm {arm}: the KV cache, as prefill/decode read it"
+        self.app.push_screen(Pick(question, kv_edit.presets(view.model), policy.kv.label), chosen)
+
+    def _no_policy(self, arm: str) -> None:
+        self.pdq.session.note("warn", f"arm {arm} has no policy yet")
+        self.redraw(charts=False)
 
     def action_snapshot(self) -> None:
         self.pdq.save_snapshots(self._measured_arms(), "")

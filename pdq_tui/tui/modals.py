@@ -1,4 +1,4 @@
-"""What the live screen's small questions offer: formats for a stage, the KV cache, a note."""
+"""What the live screen's small questions offer: formats for a stage, a note."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ STAGES_BY_LABEL: Final[dict[str, StagePolicy]] = {
     if not fmt.dense or fmt == default_of("bf16")
 }
 
-KV_CHOICES: Final = (
-    Choice("bf16", "the model's own dtype, both stages"),
-    Choice("int8", refused="this version keeps the KV cache in the model's dtype"),
-    Choice("fp8", refused="this version keeps the KV cache in the model's dtype"),
-)
 _NOTE_CHARACTERS: Final = 200
 
 
@@ -34,6 +29,7 @@ def stage_choices(policy: Policy, stage: Stage, refusal: Refusal) -> list[Choice
         storage = {
             "uniform": "one copy",
             "shared": f"shares {other.label}'s bytes",
+            "nested": f"nested with {other.label}: one copy",
             "dual": f"second copy beside {other.label}",
         }[natural_storage(fmt, other)]
         found.append(Choice(label, f"{fmt.note}; {storage}", refusal(fmt)))

@@ -18,7 +18,6 @@ from pdq_tui.core.formats import (
     wrong_with as wrong_format,
 )
 from pdq_tui.core.policy import (
-    KV_DTYPES,
     ON_FALLBACK,
     ON_MISFIT,
     STAGES,
@@ -26,16 +25,15 @@ from pdq_tui.core.policy import (
     Policy,
     Stage,
     StagePolicy,
-    natural_storage,
     parse_policy,
     policy_to_toml,
+    stored_as,
 )
 from pdq_tui.errors import PdqError, UsageError
+from pdq_tui.tui import kv_edit
 from pdq_tui.tui.ask import Choice
 from pdq_tui.tui.runnable import Refusal
 
-#: Precisions of a KV cache that other engines have; shown so that their absence is a statement, not a gap.
-_OTHER_KV = ("fp8", "int8", "int4")
 _NOT_HERE = "not in this version"
 
 _NOTES = {
@@ -49,26 +47,29 @@ _NOTES = {
 
 @dataclass(frozen=True)
 class Field:
-    """One editable value. ``stage`` None: it holds for both stages. ``typed``: written as text, not chosen."""
+    """One editable value. ``stage`` None: it holds for both stages. ``typed``: written as text, not chosen. ``kv``:
+    which part of the KV cache it is, if it is one."""
 
     id: str
     label: str
     stage: Stage | None = None
     typed: bool = False
+    kv: kv_edit.Part | None = None
 
 
 FIELDS = (
     Field("name", "name", typed=True),
     *(
-        Field(f"{stage}.{key}", label, stage)
+        Field(f"{stage}.{key}", label, stage, kv=stage if key == "kv" else None)
         for stage in STAGES
         for key, label in (
             ("weights", "weights"),
             ("activations", "activations"),
             ("group_size", "group size"),
+            ("kv", "KV cache"),
         )
     ),
-    Field("kv", "KV cache"),
+    Field("kv.convert", "KV convert", kv="convert"),
     Field("on_fallback", "on fallback"),
     Field("on_misfit", "on misfit"),
     Field("keep", "exceptions", typed=True),
@@ -78,15 +79,11 @@ BY_ID = {field.id: field for field in FIELDS}
 
 def value_of(policy: Policy, field: Field) -> str:
     """The field's value as text; "-" for a group size where the format has none."""
+    if field.kv is not None:
+        return kv_edit.value_of(policy.kv, field.kv)
     if field.stage is not None:
         value = getattr(policy.stage(field.stage), field.id.split(".")[1])
         return str(value) if value else "-"
-    if field.id == "kv":
-        return (
-            policy.kv.decode
-            if policy.kv.prefill == policy.kv.decode
-            else f"{policy.kv.prefill}/{policy.kv.decode}"
-        )
     if field.id == "keep":
         return keep_text(policy.keep)
     return str(getattr(policy, field.id))
@@ -94,8 +91,6 @@ def value_of(policy: Policy, field: Field) -> str:
 
 def note_of(policy: Policy, field: Field) -> str:
     """Why a value is what it is, beside it."""
-    if field.id == "kv":
-        return "only the model's dtype in this version"
     if field.id == "keep" and not policy.keep:
         return "none; lm_head and embeddings stay in the model's dtype"
     if field.stage is not None and field.id.endswith("group_size"):
@@ -106,9 +101,8 @@ def note_of(policy: Policy, field: Field) -> str:
 
 def choices(policy: Policy, field: Field, refusal: Refusal) -> list[Choice]:
     """Every value of a chosen field, those that are not legal or do not run on this device with the reason."""
-    if field.id == "kv":
-        here = [Choice(v, "the model's own dtype") for v in KV_DTYPES]
-        return here + [Choice(v, refused=_NOT_HERE) for v in _OTHER_KV]
+    if field.kv is not None:
+        return kv_edit.choices(policy.kv, field.kv)
     if field.id in ("on_fallback", "on_misfit"):
         return [Choice(v, _NOTES[v]) for v in (ON_FALLBACK if field.id == "on_fallback" else ON_MISFIT)]
     assert field.stage is not None
@@ -142,17 +136,16 @@ def changed(policy: Policy, field: Field, value: str) -> tuple[Policy, str]:
         policy = msgspec.structs.replace(policy, name=value)
     elif field.id == "keep":
         policy = msgspec.structs.replace(policy, keep=parse_keep(value))
-    elif field.id == "kv":
-        policy = msgspec.structs.replace(
-            policy, kv=msgspec.structs.replace(policy.kv, prefill=value, decode=value)
-        )
+    elif field.kv is not None:
+        kv, said = kv_edit.changed(policy.kv, field.kv, value)
+        policy = msgspec.structs.replace(policy, kv=kv)
     elif field.id in ("on_fallback", "on_misfit"):
         policy = msgspec.structs.replace(policy, **{field.id: value})
     else:
         assert field.stage is not None
         stage, said = _stage_changed(policy.stage(field.stage), field, value)
         policy = msgspec.structs.replace(policy, **{field.stage: stage})
-    storage = natural_storage(policy.prefill.format, policy.decode.format)
+    storage = stored_as(policy.prefill.format, policy.decode.format, policy.storage)
     return msgspec.structs.replace(policy, storage=storage), said
 
 
@@ -197,6 +190,8 @@ def wrong_with(policy: Policy) -> str | None:
 STORAGE_WORDS = {
     "uniform": "one format in both stages: one copy",
     "shared": "both stages read the same bytes: one copy",
+    "nested": "one stage reads the int8 byte of each weight, the other its residual byte as well",
+    "transient": "4-bit in memory; prefill dequantizes one layer at a time for a dense product",
     "dual": "two formats, two copies of the weights in memory",
 }
 

@@ -11,11 +11,13 @@ import msgspec
 import pytest
 from cli_gear import Pdq
 
+from pdq_tui.commands.predicted import table
 from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.formats import packed_bytes
 from pdq_tui.core.kernels import load_kernels
+from pdq_tui.core.kv import KvPolicy
 from pdq_tui.core.policy import Keep, Policy, StagePolicy
-from pdq_tui.core.predict import Prediction, predict
+from pdq_tui.core.predict import REFUSED, Prediction, predict
 from pdq_tui.core.shapes import read_shapes
 from pdq_tui.errors import UsageError
 
@@ -126,11 +128,83 @@ def test_the_engine_finds_what_was_predicted(pdq: Pdq, tiny_model: Path) -> None
         assert p["stages"][stage]["converted_parameters"] == coverage[stage]["converted_parameters"]
 
 
-def test_fused_experts_are_counted_and_left(tmp_path: Path) -> None:
-    folder = model(tmp_path, SHAPES | {"model.layers.0.mlp.experts.gate_up_proj": [4, 64, 128]})
+def test_Q11_bytes_of_the_kv_cache_follow_the_policy(tmp_path: Path) -> None:
+    folder = model(tmp_path, SHAPES)
+
+    def of(kv: KvPolicy) -> Prediction:
+        return told(folder, msgspec.structs.replace(find_policy("bf16"), kv=kv))
+
+    rows = 2 * 1 * 2
+    p = of(KvPolicy("bf16", "int8", "handoff"))
+    assert (p.kv, p.kv_prefill_bytes_per_token, p.kv_bytes_per_token) == ("bf16/int8", rows * 32, rows * 18)
+    assert of(KvPolicy("int4", "int4", "write")).kv_bytes_per_token == rows * 12
+    [note] = [n for n in of(KvPolicy("int4", "int4", "write", group_size=32)).notes if n.startswith(REFUSED)]
+    assert "groups of 32 do not divide this model's heads of 16" in note
+    text = table([p, of(KvPolicy("int4", "int4", "write", group_size=32))])
+    assert str(rows * 18) in text and note in text
+
+
+@pytest.mark.parametrize(
+    ("config", "windows", "said"),
+    [
+        ({}, (None,), ""),
+        (
+            {"model_type": "mistral", "sliding_window": 8},
+            (8,),
+            "1 of 1 layers keep their last 8 positions only",
+        ),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, (None,), ""),
+        (
+            {"model_type": "gemma2", "sliding_window": 8},
+            (None,),
+            "some layers keep their last 8 positions only",
+        ),
+        ({"sliding_window": 8, "layer_types": ["full_attention"]}, (None,), ""),
+        (
+            {"sliding_window": 8, "layer_types": ["sliding_attention"]},
+            (8,),
+            "1 of 1 layers keep their last 8",
+        ),
+    ],
+)
+def test_Q11_sliding_layers_are_told_from_the_config(
+    tmp_path: Path, config: dict[str, Any], windows: tuple[int | None, ...], said: str
+) -> None:
+    folder = model(tmp_path, SHAPES, config)
+    geometry = read_shapes(folder).kv
+    assert geometry is not None and geometry.windows == windows
+    text = " ".join(told(folder, find_policy("bf16")).notes)
+    assert said in text and ("positions only" in text) == bool(said)
+
+
+@pytest.mark.parametrize("one_tensor", [True, False], ids=["one tensor", "a tensor each"])
+def test_experts_are_converted_and_routers_are_not(one_tensor: bool, tmp_path: Path) -> None:
+    """The same bytes whether the files hold the experts' matrices together or by themselves."""
+    at = "model.layers.0.mlp."
+    experts = (
+        {f"{at}experts.gate_up_proj": [4, 64, 128], f"{at}experts.down_proj": [4, 128, 32]}
+        if one_tensor
+        else {
+            f"{at}experts.{i}.{kind}.weight": [128, 32] if kind == "w2" else [32, 128]
+            for i in range(4)
+            for kind in ("w1", "w2", "w3")
+        }
+    )
+    folder = model(tmp_path, SHAPES | {f"{at}gate.weight": [4, 64]} | experts)
+    p = told(folder, find_policy("int8"))
+    stage = p.stages["decode"]
+    linear = 64 * 64 + 64 * 96 + 4 * (64 * 128 + 128 * 32)
+    assert stage.total_parameters == 128 * 64 + linear + 4 * 64
+    assert stage.converted_parameters == linear
+    assert stage.bytes == linear + 2 * (64 + 64 + 4 * (64 + 128))
+    assert any("1 weights outside linear layers" in note for note in p.notes)
+
+
+def test_a_tensor_that_no_layer_is_known_for_is_counted_and_left(tmp_path: Path) -> None:
+    folder = model(tmp_path, SHAPES | {"model.layers.0.mlp.mixer.weight": [4, 64, 128]})
     p = told(folder, find_policy("int8"))
     assert p.stages["decode"].total_parameters == 128 * 64 + 64 * 64 + 64 * 96 + 4 * 64 * 128
-    assert any("1 fused" in note for note in p.notes)
+    assert p.stages["decode"].converted_parameters == 64 * 64 + 64 * 96
 
 
 @pytest.mark.parametrize(

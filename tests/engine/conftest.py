@@ -16,6 +16,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from pdq_tui.engine import native, prefill_native
+
 VOCAB = 128
 
 
@@ -65,6 +67,28 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def own_kernels_only_where_asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that one module has loaded stays in the process: other modules' tests shall not depend on their order.
+    Those that want it have a fixture ``library``."""
+    if "library" not in request.fixturenames:
+        monkeypatch.setattr(native, "loaded", lambda: None)
+        monkeypatch.setattr(native, "identity", lambda: None)
+        monkeypatch.setattr(prefill_native, "_op", lambda: None)
+
+
+@pytest.fixture(scope="session")
+def _one_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("one-home")
+
+
+@pytest.fixture
+def shared_home(own_home: Path, _one_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One home for all tests that ask for it: kernels that may crash are tried in a child once, not once a test."""
+    monkeypatch.setenv("PDQ_HOME", str(_one_home))
+    return _one_home
 
 
 @pytest.fixture(scope="session")
@@ -132,6 +156,12 @@ class DictMasters:
     def get(self, name: str) -> torch.Tensor:
         self.taken.append(name)
         return self._tensors[name]
+
+    def part(self, name: str, index: int) -> torch.Tensor:
+        return self.get(name)[index]
+
+    def shared(self, name: str) -> bool:
+        return True
 
 
 @pytest.fixture(scope="session")

@@ -128,10 +128,6 @@ class FakeStaged:
         self.starts.append((batch, capacity))
         return FakeGeneration(self, batch)
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2
-
 
 class FakeGeneration:
     def __init__(self, staged: FakeStaged, batch: int) -> None:
@@ -172,6 +168,9 @@ class FakeGeneration:
 
     def bytes_per_step_wasted(self) -> int:
         return 0
+
+    def kv_bytes(self) -> int:
+        return 2 * self.length * self.batch
 
     def prefill_cost(self, P: int) -> FakeCost:
         return FakeCost(10 * P, {"bf16": 100.0 * P})

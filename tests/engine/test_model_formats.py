@@ -7,7 +7,7 @@ from pdq_tui.core.formats import Format
 from pdq_tui.core.kernels import OPS
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.formats.linears import LINEARS, quantize_rows
-from pdq_tui.engine.formats.pack import pack
+from pdq_tui.engine.formats.pack import pack, pack_all
 from pdq_tui.engine.formats.packed import Packed, Spec
 from pdq_tui.engine.formats.unpack import Scratch, int4_cpu_transposed
 
@@ -22,6 +22,7 @@ def spec_for(op: str, N: int, K: int, dtype: torch.dtype, group: int = 32, k: in
         "dense": Format(),
         "int8": Format("int8", "int8" if op.startswith("w8a8") else "model"),
         "int4": Format("int4", "model", group),
+        "nested16": Format("nested16"),
     }[weights]
     return Spec(fmt, layout, N, K, k or K, dtype)
 
@@ -35,6 +36,10 @@ def dequantized(packed: Packed) -> torch.Tensor:
     spec = packed.spec
     if spec.fmt.dense:
         return packed.weight.double()
+    if packed.base is not None:
+        assert packed.base.scales is not None
+        whole = packed.base.weight.double() * 256 + packed.weight.double()
+        return whole * (packed.base.scales.double()[:, None] / 256)
     assert packed.scales is not None
     if spec.fmt.weights == "int8":
         return packed.weight.double() * packed.scales.double()[:, None]
@@ -57,7 +62,7 @@ def dequantized(packed: Packed) -> torch.Tensor:
 def test_linear_matches_its_dequantized_weights(op: str, dtype: torch.dtype, rows: int) -> None:
     torch.manual_seed(rows)
     N, K = 80, 96
-    packed = pack(spec_for(op, N, K, dtype), torch.randn(N, K).to(dtype), CPU, never)
+    packed = pack_all(spec_for(op, N, K, dtype), torch.randn(N, K).to(dtype), CPU, never)
     bias = torch.randn(N).to(dtype)
     scratch = Scratch()
     scratch.take((4 * N * K,), torch.float32, CPU).fill_(float("nan"))  # what nobody wrote must not be read

@@ -163,6 +163,17 @@ def test_Q04_what_the_hardware_lacks_is_refused_before_anything_runs(sm, make, t
         assert "8.9" in str(table.refusal(W8A8_FP8.prefill.format, "bf16", capability))
     for entry in policies().values():
         assert entry.policy is not None, entry.error
+        if entry.policy.prefill.format.label.startswith("w4a8"):
+            own = (
+                "needs this project's own CPU kernels"
+                if sm is None
+                else "no kernel on cuda multiplies int4 weights"
+            )
+            with pytest.raises(UnfitError, match=own):
+                planner.placements(entry.policy, "prefill", 8, 1)
+            with pytest.raises(UnfitError, match=own):
+                predict(entry.policy, shapes, table, 8, 1, capability)
+            continue
         told(entry.policy)  # weight-only fp8 among them: there it is storage
 
 

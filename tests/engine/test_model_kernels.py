@@ -3,7 +3,7 @@
 import pytest
 
 from pdq_tui.core.formats import Format
-from pdq_tui.core.kernels import OPS, Candidate, Capability, load_kernels, parse_kernels
+from pdq_tui.core.kernels import OPS, Candidate, Capability, Use, load_kernels, parse_kernels
 from pdq_tui.core.roofline import Op, StageCost, linear, merged
 from pdq_tui.engine import kernels
 from pdq_tui.engine.formats.ops import OPS as BUILT
@@ -85,8 +85,8 @@ def test_limits_exclude_and_say_why() -> None:
     choice = cpu.choose(Format("int8"), 64, 72, 1, "bf16", AVX2)
     assert choice.candidate is not None and choice.candidate.op == "int8-dequantize-float32"
     assert choice.passed_over == ("int8pack", "int8pack needs in_features divisible by 16, not 72")
-    assert cpu.layouts(Format("int4", "model", 64), 72, 128, "bf16", AVX2) == ["int4-plain"]
-    assert cpu.layouts(Format("int4", "model", 64), 80, 128, "bf16", AVX2) == ["int4-cpu", "int4-plain"]
+    assert cpu.layouts(Use(Format("int4", "model", 64)), 72, 128, "bf16", AVX2) == ["int4-plain"]
+    assert cpu.layouts(Use(Format("int4", "model", 64)), 80, 128, "bf16", AVX2) == ["int4-cpu", "int4-plain"]
     broken = cpu.choose(Format("int8"), 64, 64, 1, "bf16", AVX2, broken={"int8pack": "it sat down"})
     assert broken.passed_over is not None
     assert broken.passed_over[1] == "int8pack failed its probe on this device: it sat down"

@@ -21,6 +21,7 @@ from pdq_tui.core.kernels import Capability, load_kernels
 from pdq_tui.core.policy import Policy
 from pdq_tui.engine import native
 from pdq_tui.engine.cancel import Cancelled
+from pdq_tui.engine.census import take_census
 from pdq_tui.engine.device import open_device
 from pdq_tui.engine.formats.linears import quantize_rows
 from pdq_tui.engine.formats.ops import OPS
@@ -29,7 +30,7 @@ from pdq_tui.engine.formats.packed import Packed, Spec
 from pdq_tui.engine.formats.rows import nibbles_by_rows
 from pdq_tui.engine.formats.unpack import Scratch
 from pdq_tui.engine.kernels import capability
-from pdq_tui.engine.plan import Planner, take_census
+from pdq_tui.engine.plan import Planner
 
 CPU = torch.device("cpu")
 #: One rounding of the result to bf16 is 2^-9 at most; whole numbers of 16 bits add nothing that shows.

@@ -1,6 +1,5 @@
 """The staged model on tiny models in float32: stages, padding, coverage, bytes, caching."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,10 +12,13 @@ from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.formats import Format
 from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.policy import Policy, StagePolicy, natural_storage, parse_policy
+from pdq_tui.engine import census
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.staged import StagedModel
 from pdq_tui.engine.weights import HEADROOM_BYTES
 from pdq_tui.errors import PdqError, UnfitError, UsageError
+
+pytestmark = pytest.mark.usefixtures("shared_home")
 
 UNIFORM = ("bf16", "int8", "w8a8", "int4")
 STAGED = ("w8a8-prefill-int4-decode", "w8a8-prefill-int8-decode", "int4-prefill-bf16-decode")
@@ -35,13 +37,6 @@ class Cpu:
 
     def empty_cache(self, mapped: object = ()) -> None:
         pass
-
-
-@pytest.fixture(scope="session", autouse=True)
-def probes_in_a_folder_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PDQ_HOME", str(tmp_path_factory.mktemp("home")))
-        yield
 
 
 @pytest.fixture
@@ -188,19 +183,54 @@ def test_I04_quantized_rows_agree_with_batch_one(word, make, tiny_llama) -> None
         torch.testing.assert_close(together[0, row], run(arm, prompt, 4)[1][0, 0], rtol=1e-3, atol=1e-3)
 
 
-def test_Q01_fused_experts_are_told_and_the_policy_is_partial(make, tiny_moe) -> None:
+@pytest.mark.parametrize("word", ["int8", "w8a8", "int4"])
+def test_Q01_experts_are_converted_with_the_rest(word, make, tiny_moe) -> None:
+    staged, model, _ = make(tiny_moe)
+    arm = staged.apply(find_policy(word), rows=[1, 8])
+    cover = arm.coverage["decode"]
+    assert {left.module for left in cover.left} == {
+        "lm_head",
+        *(f"model.layers.{i}.mlp.gate.weight" for i in range(2)),
+    }
+    experts = sum(p.numel() for n, p in model.named_parameters() if "experts" in n)
+    assert experts > 0.5 * cover.total_parameters, "most of such a model is its experts"
+    assert cover.converted_parameters > experts
+    assert sum(cover.formats.values()) == cover.total_parameters
+    assert arm.warnings == []
+
+
+def test_Q01_experts_that_no_format_reaches_are_told_and_the_policy_is_partial(
+    make, tiny_moe, monkeypatch
+) -> None:
+    """Those of a class that transformers does not let anybody else multiply."""
+    monkeypatch.setattr(census, "is_experts", lambda module: False)
     staged, model, _ = make(tiny_moe)
     arm = staged.apply(find_policy("int4"), rows=[1, 8])
     cover = arm.coverage["decode"]
     experts = [left for left in cover.left if "experts" in left.module]
-    assert len(experts) == 4 and all("fused" in left.reason for left in experts)
-    fused = sum(p.numel() for n, p in model.named_parameters() if "experts" in n)
-    assert sum(left.parameters for left in experts) == fused
+    assert len(experts) == 4 and all("expert weights in one tensor" in left.reason for left in experts)
+    assert sum(left.parameters for left in experts) == sum(
+        p.numel() for n, p in model.named_parameters() if "experts" in n
+    )
     assert sum(cover.formats.values()) == cover.total_parameters
     assert any("partial" in warning for warning in arm.warnings)
     with pytest.raises(UnfitError, match="partial"):
         staged.plan(find_policy("int4"), [1, 8], hard=True)
     assert torch.isfinite(run(arm, ids_of(1, 8), 3)[1]).all()
+
+
+def test_experts_of_a_step_are_counted_as_many_as_can_be_met(make, tiny_moe) -> None:
+    """4 experts, 2 a token: one row reads half of their bytes, two rows all of them; a row multiplies two in any case."""
+    staged, _, _ = make(tiny_moe)
+    arm = staged.apply(find_policy("int8"), rows=[1, 8])
+    stored = sum(p.nbytes for (name, _), p in staged.store._entries.items() if "experts" in name)
+    matrices = sum(p.numel() for n, p in staged.skeleton.named_parameters() if "experts" in n)
+    for rows, share in ((1, 2), (2, 1)):
+        generation = arm.start(rows, 20, None)
+        generation.prefill(ids_of(rows, 8))
+        ops = [op for op in generation.step_cost().ops if op.name.startswith("experts")]
+        assert sum(op.bytes * op.count for op in ops) == stored // share
+        assert sum(op.flops * op.count for op in ops) == 2 * matrices // 4 * 2 * rows
 
 
 @pytest.mark.parametrize(
@@ -423,10 +453,10 @@ def test_kv_buffer_is_one_and_used_again(make, tiny_llama) -> None:
     staged, _, _ = make(tiny_llama)
     arm, other = (staged.apply(find_policy(w), rows=[1, 8]) for w in ("bf16", "int4"))
     first, _ = run(arm, ids_of(1, 8), 4)
-    address = staged.cache(1, 12).buffer.data_ptr()
+    address = staged.caches.cache(1, 12).stores[0].parts[0].data_ptr()
     run(other, ids_of(1, 8, 3), 4)
     again, _ = run(arm, ids_of(1, 8), 4)
-    assert staged.cache(1, 12).buffer.data_ptr() == address
+    assert staged.caches.cache(1, 12).stores[0].parts[0].data_ptr() == address
     assert first.tolist() == again.tolist()
 
 

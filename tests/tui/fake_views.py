@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from pdq_tui.core.kv import KvGeometry
 from pdq_tui.core.policy import Policy, StagePolicy
 from pdq_tui.core.protocol import (
     ArmReady,
@@ -153,6 +154,7 @@ def demo_model() -> ModelInfo:
     return ModelInfo(
         id="SmolLM2-135M-Instruct", path="/home/me/.cache/pdq-tui/demo", family="llama", parameters=134_515_008,
         layers=30, hidden=576, vocab=49_152, max_positions=8192, dtype="bf16", chat_template=True, tied_head=True,
+        kv=KvGeometry(kv_heads=3, head_dim=64, dtype_bytes=2, windows=(None,) * 30),
     )  # fmt: skip
 
 

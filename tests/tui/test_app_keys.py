@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_views import BASE, STAGED, FakeSession, make_view, starting_view
+from fake_views import BASE, STAGED, FakeSession, demo_model, make_view, starting_view
 from textual.command import CommandPalette
 
+from pdq_tui.core.kv import KvGeometry, KvPolicy
 from pdq_tui.core.protocol import Load, SnapshotSaved
 from pdq_tui.core.workload import Workload
 from pdq_tui.errors import PdqError, UsageError
@@ -101,13 +102,47 @@ async def test_keys_p_then_escape_changes_nothing(make_app: Make, session: FakeS
         assert session.calls == []
 
 
-async def test_keys_v_says_what_the_kv_cache_can_do(make_app: Make, session: FakeSession) -> None:
+async def test_keys_v_picks_the_kv_cache_of_the_active_arm(make_app: Make, session: FakeSession) -> None:
+    app = make_app(make_view(active="B"))
+    async with app.run_test(size=SIZE) as pilot:
+        await pilot.press("v", "enter")  # what it has already
+        await pilot.pause()
+        assert session.calls == []
+        await pilot.press("v")
+        assert isinstance(app.screen, Pick)
+        await pilot.press("j", "j", "enter")
+        await pilot.pause()
+        name, arm, policy = session.calls[-1]
+        assert (name, arm, policy.kv) == ("set_policy", "B", KvPolicy("bf16", "int8", "handoff"))
+        assert policy.name == "bf16-kv-bf16-int8*"
+        shown = app.screen.query_one("#policies", Rows).text
+        assert "kv bf16/int8" in shown and "packing" in shown
+
+
+async def test_Q11_keys_v_says_bytes_and_what_this_model_cannot_have(
+    make_app: Make, session: FakeSession
+) -> None:
     app = make_app()
     async with app.run_test(size=SIZE) as pilot:
         await pilot.press("v")
         assert isinstance(app.screen, Pick)
-        assert any(choice.refused for choice in app.screen.choices)
-        await pilot.press("enter")
+        notes = {choice.value: choice.note for choice in app.screen.choices}
+        assert "22.5 KiB a token" in notes["bf16"] and "11.6 KiB a token" in notes["bf16/int8"]
+        assert not any(choice.refused for choice in app.screen.choices)
+    odd = demo_model()
+    odd.kv = KvGeometry(kv_heads=3, head_dim=80, dtype_bytes=2, windows=(None,) * 30)
+    app = make_app(make_view(model=odd))
+    async with app.run_test(size=SIZE) as pilot:
+        await pilot.press("v")
+        assert isinstance(app.screen, Pick)
+        refused = {choice.value: choice.refused for choice in app.screen.choices if choice.refused}
+        assert refused == {"bf16/int4-g32": "groups of 32 do not divide this model's heads of 80"}
+        assert "n/a: groups of 32" in str(app.screen.query_one("#choices", LineList).lines)
+    odd.kv_refused = "only this program's own attention reads a quantized cache"
+    app = make_app(make_view(model=odd))
+    async with app.run_test(size=SIZE) as pilot:
+        await pilot.press("v", "j", "j", "enter")
+        await pilot.pause()
         assert session.calls == []
 
 

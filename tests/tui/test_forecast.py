@@ -14,6 +14,7 @@ from textual.pilot import Pilot
 
 from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.formats import WEIGHTS, Format, packed_bytes
+from pdq_tui.core.kv import KvPolicy, natural_convert
 from pdq_tui.host.view import SessionView
 from pdq_tui.tui import forecast
 from pdq_tui.tui.lines import LineList
@@ -78,6 +79,17 @@ def test_whether_it_fits_is_said_with_the_bytes(model: Path) -> None:
     assert fit(gpu=True, **sensors)[0] is None
 
 
+def predicted(model: Path, decode: str) -> Any:
+    """The prediction for bf16 weights with this KV cache in decode."""
+    policy = msgspec.structs.replace(
+        find_policy("bf16"),
+        kv=KvPolicy("bf16", decode, natural_convert("bf16", decode)),
+    )
+    question = forecast.ask(policy, view_of(model), None)
+    assert isinstance(question, forecast.Question)
+    return forecast.answer(question, forecast.shapes_of(question.model)).prediction
+
+
 async def shown(app: SmallApp, pilot: Pilot[Any]) -> str:
     await settle(pilot)
     await settle(pilot)
@@ -98,6 +110,13 @@ async def test_the_editor_foresees_each_change_and_applies_nothing(model: Path, 
         assert f"decode int4-g64 {forecast.format_bytes(INT4)}" in text
         assert f"+{forecast.format_bytes(INT4)} for a second copy" in text
         assert "✓ fits" in text and "fits" in text_of(app)
+        bf16, int8 = (
+            found.kv_bytes_per_token for found in (predicted(model, "bf16"), predicted(model, "int8"))
+        )
+        assert f"KV {bf16} B a token" in text
+        app.screen.query_one("#edit", LineList).move_to("decode.kv")
+        await pilot.press("l", "l")
+        assert f"KV {int8} B a token" in await shown(app, pilot) and int8 < bf16
         for size in ((80, 24), (60, 20)):
             await pilot.resize_terminal(*size)
             await shown(app, pilot)

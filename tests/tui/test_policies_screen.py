@@ -11,6 +11,7 @@ from made_model import made_model
 from small_app import NASTY, SmallApp, at_every_size, settle, text_of
 
 from pdq_tui.core.formats import WEIGHTS
+from pdq_tui.core.kv import KvPolicy
 from pdq_tui.core.policy import load_policy
 from pdq_tui.host.view import ArmView
 from pdq_tui.store import atomic
@@ -50,6 +51,9 @@ def choose(app: SmallApp, name: str, field: str | None = None) -> PoliciesScreen
 async def test_list_shows_shipped_user_and_damaged_with_the_reason(app: SmallApp) -> None:
     async with app.run_test(size=(120, 36)) as pilot:
         await settle(pilot)
+        assert "bf16-prefill-int8-decode" in text_of(app)
+        choose(app, "mine")  # the last one
+        await pilot.pause()
         shown = text_of(app)
         assert "w8a8-prefill-int4-decode" in shown and "mine  user" in shown and "! broken  damaged" in shown
         choose(app, "broken")
@@ -86,10 +90,19 @@ async def test_values_step_and_storage_follows(app: SmallApp) -> None:
         assert screen.draft.decode.activations == "int8"
         screen.query_one("#edit", LineList).move_to("decode.weights")
         await pilot.press("l")
-        assert screen.draft.decode.activations == "model" and "activations back to model" in screen.said
-        screen.query_one("#edit", LineList).move_to("kv")
+        assert (screen.draft.decode.weights, screen.draft.decode.activations) == ("int4", "int8")
         await pilot.press("l")
-        assert "only the model's dtype" in screen.said
+        assert screen.draft.decode.activations == "model" and "activations back to model" in screen.said
+        screen.query_one("#edit", LineList).move_to("kv.convert")
+        await pilot.press("l")
+        assert "there is no other value" in screen.said
+        screen.query_one("#edit", LineList).move_to("decode.kv")
+        await pilot.press("l", "l")
+        assert screen.draft.kv == KvPolicy("bf16", "int8", "handoff")
+        screen.query_one("#edit", LineList).move_to("prefill.kv")
+        await pilot.press("l", "l")
+        assert screen.draft.kv == KvPolicy("int8", "int8", "write")
+        assert "convert is write now" in screen.said
 
 
 async def test_choices_that_are_not_here_are_greyed_with_the_reason(app: SmallApp) -> None:
@@ -111,11 +124,11 @@ async def test_choices_that_are_not_here_are_greyed_with_the_reason(app: SmallAp
             await pilot.press("j")
         await pilot.press("enter")
         await pilot.pause()
-        assert screen.draft is not None and screen.draft.prefill.weights == "int4"
-        screen.query_one("#edit", LineList).move_to("kv")
+        assert screen.draft is not None and screen.draft.prefill.weights == "nested16"
+        screen.query_one("#edit", LineList).move_to("kv.convert")
         await pilot.press("enter")
         await pilot.pause()
-        assert text_of(app).count("not in this version") == 3
+        assert text_of(app).count("n/a: is '") == 2  # neither write nor handoff has something to convert
         await pilot.press("escape")
         await pilot.pause()
         assert app.screen is screen

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pdq_tui.core.formats import Format
-from pdq_tui.core.kernels import Capability, KernelTable, load_kernels
+from pdq_tui.core.kernels import Capability, KernelTable, Use, load_kernels
 from pdq_tui.core.tuned import (
     MANY,
     ROWS,
@@ -42,7 +42,7 @@ def tuned(*winners: Winner) -> KernelTable:
 
 
 def kernel(table: KernelTable, fmt: Format, rows: int, N: int = 128, K: int = 128) -> str:
-    choice = table.place(fmt, N, K, rows, "bf16", AVX2)
+    choice = table.place(Use(fmt), N, K, rows, "bf16", AVX2)
     assert choice.candidate is not None
     return choice.candidate.name
 
@@ -70,23 +70,23 @@ def test_what_was_measured_comes_first_where_it_was_measured_and_nowhere_else() 
     assert kernel(table, INT8, 512) == "int8pack"
     assert kernel(table, INT8, 1, N=256) == "int8pack", "another shape keeps the shipped order"
     assert kernel(table, W8A8, 1) == "w8a8-int8pack", "another format as well"
-    assert table.place(INT8, 128, 128, 1, "fp32", AVX2).candidate.name == "int8pack", "and another dtype"  # type: ignore[union-attr]
+    assert table.place(Use(INT8), 128, 128, 1, "fp32", AVX2).candidate.name == "int8pack", "and another dtype"  # type: ignore[union-attr]
 
 
 def test_a_winner_is_subject_to_every_limit() -> None:
     table = tuned(won("int8", "int8pack", "int8", 5.0, K=72), won("int8", "native-int8", "int8", 1.0))
     assert kernel(table, INT8, 1, K=72) == "int8-dequantize-float32", "72 is no multiple of 16"
-    choice = table.place(INT8, 128, 128, 1, "bf16", AVX2)
+    choice = table.place(Use(INT8), 128, 128, 1, "bf16", AVX2)
     assert choice.candidate is not None and choice.candidate.name == "int8pack", (
         "no own kernels on this machine"
     )
-    broken = table.place(INT8, 128, 128, 1, "bf16", AVX2, {"int8pack": "it sat down"})
+    broken = table.place(Use(INT8), 128, 128, 1, "bf16", AVX2, {"int8pack": "it sat down"})
     assert broken.candidate is not None and broken.candidate.name == "int8-dequantize-float32"
 
 
 def test_the_layout_is_one_for_all_rows_of_both_stages() -> None:
     plain = load_kernels("cpu")
-    shape = (INT4, 128, 128, "bf16", AVX2)
+    shape = (Use(INT4), 128, 128, "bf16", AVX2)
     assert plain.layouts(*shape) == ["int4-cpu", "int4-plain"]
     # plain wins one row by a third, and loses many rows by four times: cpu is the better of the two for both stages
     table = tuned(
@@ -113,11 +113,12 @@ def test_formats_that_share_bytes_share_the_layout() -> None:
         won("int8", "a", "one", 1.0), won("int8", "b", "two", 4.0),
         won("w8a8", "c", "one", 9.0), won("w8a8", "d", "two", 1.0),
     ))  # fmt: skip
-    costs = table.costs(INT8, "bf16", 128, 128)
-    assert costs == table.costs(W8A8, "bf16", 128, 128)
+    costs = table.costs([INT8, W8A8], "bf16", 128, 128)
+    assert costs == table.costs([W8A8, INT8], "bf16", 128, 128)
     assert costs["one"] == pytest.approx(math.log(9) / 2) and costs["two"] == pytest.approx(math.log(4) / 2)
+    assert table.costs([INT8], "bf16", 128, 128) == {"one": 0.0, "two": pytest.approx(math.log(4))}
     half = TunedTable("cpu", STAMP, (*table.winners[:3],))
-    assert set(half.costs(INT8, "bf16", 128, 128)) == {"one"}, "nothing multiplies w8a8 in layout two"
+    assert set(half.costs([INT8, W8A8], "bf16", 128, 128)) == {"one"}, "nothing multiplies w8a8 in layout two"
 
 
 def test_the_file_comes_back_as_it_was(tmp_path: Path) -> None:

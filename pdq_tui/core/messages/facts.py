@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from pdq_tui.core.kv import KvGeometry
+
 
 class ModelInfo(msgspec.Struct, kw_only=True):
+    """``kv``: what its cache consists of; ``kv_refused``: why that cannot be quantized as the model was loaded."""
+
     id: str
     path: str = ""
     revision: str | None = None
@@ -20,6 +24,8 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     dtype: str = ""
     chat_template: bool = False
     tied_head: bool = False
+    kv: KvGeometry | None = None
+    kv_refused: str | None = None
     notes: list[str] = msgspec.field(default_factory=list)
 
 
@@ -108,7 +114,8 @@ class WeightsInfo(msgspec.Struct, kw_only=True):
     """Bytes of one policy. ``extra_bytes`` = union of both stages' packed bytes minus the larger stage alone.
 
     ``kept_bytes`` stay in the model's dtype (embeddings, head, norms). ``bits_per_weight``: over converted parameters,
-    by stage. ``session_resident_bytes``: everything the engine holds now, all arms.
+    by stage. ``scratch_bytes``: what the largest layer is dequantized into, one at a time, shared by all; 0 where none is.
+    ``session_resident_bytes``: everything the engine holds now, all arms.
     """
 
     stored_bytes: int = 0
@@ -119,16 +126,23 @@ class WeightsInfo(msgspec.Struct, kw_only=True):
     kept_bytes: int = 0
     bits_per_weight: dict[str, float | None] = msgspec.field(default_factory=dict)
     session_resident_bytes: int = 0
+    scratch_bytes: int = 0
 
 
 class KvInfo(msgspec.Struct, kw_only=True):
-    """The KV cache of one policy when its arm became ready.
+    """The KV cache of one policy on one model when its arm became ready, as decode reads it and, where the engine said,
+    as prefill does.
 
-    allocated_bytes  KV buffers that the engine keeps for reuse
-    free_bytes       what KV of this policy may take: free memory, those buffers, and what only other policies hold;
-                     None where the device does not tell
-    reserve_bytes    of that, kept for activations and scratch
-    capacity_tokens  tokens of KV that fit into the rest; None with ``capacity_reason``
+    bytes_per_token   data and scales of one position of one sequence, over all ``layers``
+    sliding_layers    of these, that keep their last ``window`` positions only
+    quantized_layers  whose cache is not in the model's dtype
+    sequence_bytes    of one sequence beside its positions
+    kernel            what reads it in decode; kernel_reason: why nothing faster that is known here
+    allocated_bytes   buffers of these formats that the engine keeps for reuse
+    free_bytes        what KV of this policy may take: free memory, all such buffers, and what only other policies hold;
+                      None where the device does not tell
+    reserve_bytes     of that, kept for activations and scratch
+    capacity_tokens   tokens of KV that fit into the rest; None with ``capacity_reason``
     """
 
     dtype: str = "bf16"
@@ -138,3 +152,13 @@ class KvInfo(msgspec.Struct, kw_only=True):
     reserve_bytes: int = 0
     capacity_tokens: int | None = None
     capacity_reason: str | None = None
+    prefill_dtype: str | None = None
+    prefill_bytes_per_token: int | None = None
+    convert: str = "never"
+    layers: int = 0
+    quantized_layers: int = 0
+    sliding_layers: int = 0
+    window: int | None = None
+    sequence_bytes: int = 0
+    kernel: str | None = None
+    kernel_reason: str | None = None

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pdq_tui.engine.formats.packed import Packed
+from pdq_tui.engine.formats.packed import RESIDUAL, Packed
+from pdq_tui.engine.formats.slices import small_slices
 from pdq_tui.engine.formats.unpack import Scratch, int4_cpu_transposed, int4_plain_transposed
 
 #: torch._int_mm on CUDA raises for this many rows or fewer.
@@ -27,6 +28,8 @@ class PackedLinear(nn.Module):
     weight: Tensor
     scales: Tensor
     bias: Tensor | None
+    #: The int8 weights under nested ones, [N, k].
+    base_weight: Tensor
 
     def __init__(self, packed: Packed, bias: Tensor | None, scratch: Scratch) -> None:
         super().__init__()
@@ -35,7 +38,11 @@ class PackedLinear(nn.Module):
         # Buffers, so that whoever looks for a layer's tensors finds them; the same tensors, no copies.
         self.register_buffer("weight", packed.weight.detach(), persistent=False)
         # Dense weights have none; the layer of a dense weight never looks.
-        scales = packed.scales if packed.scales is not None else packed.weight.new_empty(0)
+        scales = packed.scales
+        if packed.base is not None:
+            self.register_buffer("base_weight", packed.base.weight.detach(), persistent=False)
+            scales = packed.base.scales
+        scales = scales if scales is not None else packed.weight.new_empty(0)
         self.register_buffer("scales", scales, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
         self.group = spec.fmt.group_size
@@ -87,6 +94,37 @@ class Int8Pack(PackedLinear):
     def product(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.weight, self.scales)
         return out
+
+
+class WideLinear(PackedLinear):
+    """Weights dequantized one layer at a time into the scratch tensor, then a dense product."""
+
+    uses_scratch = True
+    #: dtype of the product; None: the model's.
+    wide: torch.dtype | None = None
+
+    def widen(self, out: Tensor) -> None:
+        """Fill ``out`` [N, k], of the product's dtype, with the weights."""
+        raise NotImplementedError
+
+    def product(self, x: Tensor) -> Tensor:
+        dtype = self.wide or x.dtype
+        out = self.scratch.take((self.out_features, self.spec.k), dtype, x.device)
+        self.widen(out)
+        return F.linear(x.to(dtype), out).to(x.dtype)
+
+
+class Nested16Dequantize(WideLinear):
+    """w = (int8 byte + residual / 256) · scale, computed in float32, a few rows at a time."""
+
+    def widen(self, out: Tensor) -> None:
+        for rows in small_slices(*out.shape):
+            w = self.weight[rows].to(torch.float32).div_(RESIDUAL).add_(self.base_weight[rows])
+            out[rows] = w.mul_(self.scales[rows, None].float())
+
+
+class Nested16DequantizeFloat32(Nested16Dequantize):
+    wide = torch.float32
 
 
 class _Int8Wide(PackedLinear):
@@ -214,4 +252,6 @@ LINEARS: Final[dict[str, Any]] = {
     "int4-dequantize-float32": Int4DequantizeFloat32,
     "int4-tinygemm": Int4Tinygemm,
     "int4-plain": Int4Plain,
+    "nested16-dequantize": Nested16Dequantize,
+    "nested16-dequantize-float32": Nested16DequantizeFloat32,
 }

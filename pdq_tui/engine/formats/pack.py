@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pdq_tui.engine.cancel import check
 from pdq_tui.engine.formats import bnb, fp8
-from pdq_tui.engine.formats.packed import Packed, Spec
+from pdq_tui.engine.formats.packed import RESIDUAL, Packed, PackedStack, Spec
 from pdq_tui.engine.formats.rows import nibbles_by_rows
 from pdq_tui.engine.formats.slices import row_slices, wide_rows
 
@@ -23,16 +23,56 @@ Packer = Callable[[Spec, Tensor, torch.device, Callable[[], bool]], Packed]
 
 
 @torch.no_grad()
-def pack(spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool]) -> Packed:
+def pack(
+    spec: Spec,
+    master: Tensor,
+    device: torch.device,
+    cancelled: Callable[[], bool],
+    shared: bool = False,
+    base: Packed | None = None,
+) -> Packed:
     """Pack ``master`` [N, K] (any device) for ``device``. Raises Cancelled; a weight that is not finite stays so in its
-    scale, so that it shows in the logits instead of vanishing."""
-    return PACKERS["dense" if spec.fmt.dense else spec.fmt.weights](spec, master, device, cancelled)
+    scale, so that it shows in the logits instead of vanishing.
+
+    shared  the master is memory that stays anyway, so a dense weight that is used as it is costs nothing.
+    base    packed int8 weights, where the spec builds upon them.
+    """
+    if spec.fmt.dense:
+        return _pack_dense(spec, master, device, cancelled, shared)
+    if base is not None:
+        return _pack_residual(spec, master, device, cancelled, base)
+    return PACKERS[spec.fmt.weights](spec, master, device, cancelled)
 
 
-def _pack_dense(spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool]) -> Packed:
+def pack_all(spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool]) -> Packed:
+    """``pack``, with whatever ``spec`` builds upon packed before it."""
+    below: Packed | None = None
+    for part in spec.parts:
+        below = pack(part, master, device, cancelled, base=below)
+    assert below is not None
+    return below
+
+
+def pack_stack(
+    spec: Spec,
+    master: Callable[[int], Tensor],
+    device: torch.device,
+    cancelled: Callable[[], bool],
+    shared: bool = False,
+    base: PackedStack | None = None,
+) -> PackedStack:
+    """Pack ``spec.stack`` matrices; ``master(i)`` gives [N, K] of one when it is its turn. Raises Cancelled."""
+    below = base.parts if base is not None else (None,) * spec.stack
+    parts = (pack(spec.one, master(i), device, cancelled, shared, below[i]) for i in range(spec.stack))
+    return PackedStack(spec, tuple(parts))
+
+
+def _pack_dense(
+    spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool], shared: bool
+) -> Packed:
     check(cancelled)
     if master.device == device and master.dtype == spec.stored_dtype and master.is_contiguous():
-        return Packed(spec, master, ours=False)
+        return Packed(spec, master, ours=not shared)
     out = torch.empty((spec.N, spec.K), dtype=spec.stored_dtype, device=device)
     for rows in row_slices(spec.N, spec.K):
         check(cancelled)
@@ -50,6 +90,21 @@ def _pack_int8(spec: Spec, master: Tensor, device: torch.device, cancelled: Call
         scales[rows] = scale
         q[rows] = w.div_(scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     return Packed(spec, q, scales)
+
+
+def _pack_residual(
+    spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool], base: Packed
+) -> Packed:
+    """What rounding to int8 left, in 256ths of its step: −128…127, the upper end clamped."""
+    assert base.scales is not None
+    residual = torch.empty((spec.N, spec.k), dtype=torch.int8, device=device)
+    for rows in row_slices(spec.N, spec.k):
+        check(cancelled)
+        w = wide_rows(spec, master, rows, device)
+        w.div_(base.scales[rows].float()[:, None]).sub_(base.weight[rows]).mul_(RESIDUAL)
+        w = torch.nan_to_num(w.round_(), nan=0.0)  # its scale is NaN already, and stays so
+        residual[rows] = w.clamp_(-128, 127).to(torch.int8)
+    return Packed(spec, residual, base=base)
 
 
 def _pack_int4(spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool]) -> Packed:
@@ -95,7 +150,6 @@ def smallest(dtype: torch.dtype) -> float:
 
 
 PACKERS: Final[dict[str, Packer]] = {
-    "dense": _pack_dense,
     "int8": _pack_int8,
     "int4": _pack_int4,
     "nf4": bnb.pack_4bit,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from pdq_tui.core.formats import Format, packed_bytes
+from pdq_tui.core.formats import Format, own_bytes, packed_bytes, stored_parts
+
+#: A residual byte of nested weights counts parts of the int8 byte's step.
+RESIDUAL: Final = 256
 
 
 @dataclass(frozen=True)
 class Spec:
     """How one weight [N, K] is stored. ``k`` ≥ K where columns of zeros are added; ``dtype`` is the model's (of scales,
-    and of dense weights unless the format names another); ``layout`` of ``core.kernels.LAYOUTS``."""
+    and of dense weights unless the format names another); ``layout`` of ``core.kernels.LAYOUTS``; ``stack``: 0, or how
+    many matrices [N, K] (a mixture's experts) are stored alike, each by itself."""
 
     fmt: Format
     layout: str
@@ -21,6 +26,12 @@ class Spec:
     K: int
     k: int
     dtype: torch.dtype
+    stack: int = 0
+
+    @property
+    def one(self) -> Spec:
+        """The spec of one matrix of a stack."""
+        return replace(self, stack=0)
 
     @property
     def key(self) -> str:
@@ -31,18 +42,33 @@ class Spec:
         return f"{self.fmt.storage_key}-{self.layout}{padded}"
 
     @property
+    def parts(self) -> tuple[Spec, ...]:
+        """The specs of the tensors that it is read from, its own last: nested weights begin with the int8 ones."""
+        return tuple(
+            self if own else replace(self, fmt=fmt, layout=fmt.weights) for fmt, own in stored_parts(self.fmt)
+        )
+
+    @property
+    def own_bytes(self) -> int:
+        """Exact: what it stores beside the other parts."""
+        one = own_bytes(self.fmt, self.N, self.k, self.dtype.itemsize, self.layout)
+        return one * max(1, self.stack)
+
+    @property
     def stored_dtype(self) -> torch.dtype:
         return dense_dtype(self.fmt, self.dtype) if self.fmt.dense else torch.int8
 
     @property
     def nbytes(self) -> int:
         """Exact: packed weights and their scales and zero points."""
-        return packed_bytes(self.fmt, self.N, self.k, self.dtype.itemsize, self.layout)
+        one = packed_bytes(self.fmt, self.N, self.k, self.dtype.itemsize, self.layout)
+        return one * max(1, self.stack)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """weight: dense [N, K]; int8 [N, k]; 4-bit packed bytes by layout. scales: int8 [N]; int4 [k / group, N, 2] holding
+    """weight: dense [N, K]; int8 [N, k]; 4-bit packed bytes by layout; nested16 the residual bytes int8 [N, k], ``base`` the
+    int8 weights: w = (base.weight + weight / 256) · base.scales. scales: int8 [N]; int4 [k / group, N, 2] holding
     (scale, zero) with w = (q − 8) · scale + zero, in layout int4-rows [N, k / group, 2]; others as their packer says.
     ``ours`` False where the tensor belongs to the model itself."""
 
@@ -50,11 +76,29 @@ class Packed:
     weight: Tensor
     scales: Tensor | None = None
     ours: bool = True
+    base: Packed | None = None
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         total = self.weight.nbytes + (self.scales.nbytes if self.scales is not None else 0)
         object.__setattr__(self, "nbytes", total)
+
+
+@dataclass(frozen=True)
+class PackedStack:
+    """The matrices of a mixture's experts, each packed by itself."""
+
+    spec: Spec
+    parts: tuple[Packed, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def ours(self) -> bool:
+        """False where every tensor belongs to the model itself."""
+        return any(part.ours for part in self.parts)
 
 
 DTYPE_NAMES = {

@@ -13,10 +13,18 @@ from pdq_tui.engine.formats.packed import Spec
 #: Elements quantized between two looks at the cancel flag; rows are taken in multiples of the packed row block.
 SLICE_ELEMENTS = 1 << 20
 ROW_BLOCK = 64
+SMALL_ELEMENTS = 1 << 16
 
 
 def row_slices(N: int, k: int) -> Iterator[slice]:
     step = max(ROW_BLOCK, SLICE_ELEMENTS // max(k, 1) // ROW_BLOCK * ROW_BLOCK)
+    for begin in range(0, N, step):
+        yield slice(begin, min(N, begin + step))
+
+
+def small_slices(N: int, k: int) -> Iterator[slice]:
+    """For widening beside a dense matrix: float32 copies of a slice stay in a core's second cache."""
+    step = max(1, SMALL_ELEMENTS // max(k, 1))
     for begin in range(0, N, step):
         yield slice(begin, min(N, begin + step))
 

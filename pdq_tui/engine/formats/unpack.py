@@ -95,15 +95,14 @@ def int4_plain_transposed(packed: Tensor, scales: Tensor, dtype: torch.dtype, sc
 
 
 def _scaled(dense: Tensor, scales: Tensor) -> Tensor:
-    """q [K, N] → (q − 8) · scale + zero, in place."""
+    """q [K, N] → (q − 8) · scale + zero, in place, a group of columns at a time."""
     K, N = dense.shape
     groups = scales.shape[0]
-    wide = scales.float()
-    scale = wide[:, None, :, 0]
-    origin = torch.sub(wide[:, None, :, 1], scale, alpha=8)
     grouped = dense.view(groups, K // groups, N)
-    if dense.dtype == torch.float32:
-        torch.addcmul(origin, grouped, scale, out=grouped)
-    else:  # the arithmetic stays in float32: origin alone, rounded to bf16, would cost half a step of the grid
-        grouped.copy_(torch.addcmul(origin, grouped.float(), scale))
+    for group in range(groups):
+        wide = scales[group].float()
+        scale = wide[:, 0]
+        origin = torch.sub(wide[:, 1], scale, alpha=8)
+        # The arithmetic stays in float32: origin alone, rounded to bf16, would cost half a step of the grid.
+        grouped[group] = torch.addcmul(origin, grouped[group].float(), scale)
     return dense

@@ -108,8 +108,10 @@ def load(library: Path) -> None:
         except OSError as error:
             _State.reason = f"it cannot be loaded: {error}"
             return
-        for name in ("dense", "int8", "int4"):
+        for name in ("dense", "int8", "int4", "nested"):
             torch.library.register_fake(f"pdq_native::{name}", _shape)
+        for name in ("widen_int4", "widen_nested"):
+            torch.library.register_fake(f"pdq_native::{name}", _nothing)
         if hasattr(torch.ops.pdq_native, "causal"):  # only where AVX512-BF16 was built
             torch.library.register_fake("pdq_native::causal", _prompt_shape)
         _State.path = library
@@ -117,6 +119,10 @@ def load(library: Path) -> None:
 
 def _shape(x: torch.Tensor, w: torch.Tensor, *_rest: object) -> torch.Tensor:
     return x.new_empty(x.shape[0], w.shape[0])
+
+
+def _nothing(*_given: object) -> None:
+    """The fake of an operator that writes into what it is given."""
 
 
 def _prompt_shape(q: torch.Tensor, *_rest: object) -> torch.Tensor:

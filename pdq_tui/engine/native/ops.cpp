@@ -5,7 +5,9 @@
 
 #include <omp.h>
 
+#include "cache_ops.h"
 #include "prefill.h"
+#include "widen.h"
 
 namespace {
 
@@ -138,7 +140,8 @@ void run_int8(const Tensor& x, const Tensor& w, const Tensor& scales, bool token
       return;
     }
     const wide::Tiles tiles(bytes.q.data(), rows, k / 4);
-    const auto expand = [&](int64_t n, int32_t* panel) { wide::panel_bytes(weights, k, n, N, panel); };
+    const auto unpack = [&](int64_t n, int64_t c) { return wide::bytes_int8(weights + n * k + c); };
+    const auto expand = [&](int64_t n, int32_t* panel) { wide::panel_bytes(unpack, k, n, N, panel); };
     wide::multiply_all(wide::TokensPanel{a, tiles, bytes.sum.data()}, rows, k / 4, N, 1, 0, expand, wide_scales, to);
     return;
   }
@@ -206,10 +209,10 @@ Tensor int8(Tensor x, Tensor w, Tensor scales, bool tokens) {
 
 // -- int4 in groups ---------------------------------------------------------------------------------------------------
 
-void run_int4(const Tensor& x, const Tensor& w, const Tensor& scales, int64_t group, Tensor& out) {
+void run_int4(const Tensor& x, const Tensor& w, const Tensor& scales, int64_t group, bool tokens, Tensor& out) {
   const int64_t rows = x.size(0), N = w.size(0), k = w.size(1) * 2, groups = k / group;
   Activations a;
-  quantize_rows(data<const bf16>(x), rows, x.size(1), k, false, a);
+  quantize_rows(data<const bf16>(x), rows, x.size(1), k, tokens, a);
   const uint8_t* weights = data<const uint8_t>(w);
   const bf16* by = data<const bf16>(scales);
   bf16* to = data<bf16>(out);
@@ -227,6 +230,23 @@ void run_int4(const Tensor& x, const Tensor& w, const Tensor& scales, int64_t gr
     return;
   }
 #ifdef PDQ_WIDE
+  if (tokens) {
+    const wide::Bytes bytes(a);
+    const wide::Tiles tiles(bytes.q.data(), rows, k / 4);
+    const std::vector<float> sums = wide::group_sums(a, group);
+    const auto unpack = [&](int64_t n, int64_t c) { return wide::bytes_int4(weights + n * (k / 2) + c / 2); };
+    const auto expand = [&](int64_t n, int32_t* panel) { wide::panel_bytes(unpack, k, n, N, panel); };
+    const auto scales_of = [&](int64_t n, float* scale, float* zero) {
+      for (int64_t c = 0; c < std::min(wide::PANEL, N - n); ++c)
+        for (int64_t g = 0; g < groups; ++g) {
+          const bf16* pair = by + ((n + c) * groups + g) * 2;
+          scale[g * wide::PANEL + c] = widen(pair[0]);
+          zero[g * wide::PANEL + c] = widen(pair[1]) - 8.0f * widen(pair[0]);
+        }
+    };
+    wide::multiply_all(wide::TokenGroupsPanel{a, tiles, sums.data()}, rows, k / 4, N, groups, group, expand, scales_of, to);
+    return;
+  }
   const wide::Tiles tiles(a.q.data(), rows, k / 2);
   const __m512i eight = _mm512_set1_epi16(8);
   const auto unpack = [&](int64_t n, int64_t c, __m512i two[2]) {
@@ -261,7 +281,8 @@ void run_int4(const Tensor& x, const Tensor& w, const Tensor& scales, int64_t gr
 #endif
 }
 
-Tensor int4(Tensor x, Tensor w, Tensor scales, int64_t group) {
+// tokens: activations as −127…127 with one scale a row (W4A8), else as 16-bit whole numbers by blocks (W4A16).
+Tensor int4(Tensor x, Tensor w, Tensor scales, int64_t group, bool tokens) {
   expect_rows(x, w);
   const int64_t k = w.size(1) * 2;
   expect(k % BLOCK == 0 && x.size(1) <= k && group % HALF == 0 && (group == HALF || group % BLOCK == 0) && k % group == 0,
@@ -269,8 +290,68 @@ Tensor int4(Tensor x, Tensor w, Tensor scales, int64_t group) {
   expect(scales.is_contiguous() && scales.dim() == 3 && scales.size(0) == w.size(0) && scales.size(1) == k / group, "scales [N, k / group, 2]");
   expect(is_bf16(x) && scales.scalar_type() == ScalarType::BFloat16, "int4 takes bf16");
   Tensor out = result(x, w.size(0));
-  run_int4(x, w, scales, group, out);
+  run_int4(x, w, scales, group, tokens, out);
   return out;
+}
+
+// -- nested 16 → 8, and dense matrices for stages that multiply them --------------------------------------------------
+
+void expect_nested(const Tensor& w, const Tensor& residual, const Tensor& scales) {
+  expect(w.dim() == 2 && w.is_contiguous() && residual.is_contiguous() && residual.dim() == 2 && residual.size(0) == w.size(0) &&
+             residual.size(1) == w.size(1) && w.scalar_type() == ScalarType::Char && residual.scalar_type() == ScalarType::Char,
+         "int8 weights and residuals [N, k] are expected");
+  expect(scales.size(0) == w.size(0) && scales.is_contiguous(), "one scale a channel");
+}
+
+Tensor nested(Tensor x, Tensor w, Tensor residual, Tensor scales) {
+  expect_rows(x, w);
+  expect_nested(w, residual, scales);
+  expect(w.size(1) % BLOCK == 0 && x.size(1) <= w.size(1) && is_bf16(x) && is_bf16(scales), "bf16, k a multiple of 64");
+  const int64_t rows = x.size(0), N = w.size(0), k = w.size(1);
+  Tensor out = result(x, N);
+  Activations a;
+  quantize_rows(data<const bf16>(x), rows, x.size(1), k, false, a);
+#pragma omp parallel
+  {
+    const Share mine(N);
+    by_rows(rows, mine.first, mine.last, [&](auto R, int64_t r, int64_t n) {
+      channel_nested<R.value>(a, r, data<const int8_t>(w), data<const int8_t>(residual), data<const bf16>(scales), n, data<bf16>(out) + r * N, N);
+    });
+  }
+  return out;
+}
+
+void expect_dense(const Tensor& out, int64_t N, int64_t k) {
+  expect(out.dim() == 2 && out.size(0) == N && out.size(1) == k && out.is_contiguous(), "a dense matrix [N, k] is expected");
+  is_bf16(out);
+}
+
+void widen_int4_rows(Tensor w, Tensor scales, int64_t group, Tensor out) {
+  const int64_t N = w.size(0), k = w.size(1) * 2;
+  expect(w.dim() == 2 && w.is_contiguous() && k % BLOCK == 0 && group % HALF == 0 && k % group == 0, "int4 weights [N, k / 2], k a multiple of 64 and of group");
+  expect(scales.is_contiguous() && scales.dim() == 3 && scales.size(0) == N && scales.size(1) == k / group && scales.scalar_type() == ScalarType::BFloat16,
+         "bf16 scales [N, k / group, 2]");
+  expect_dense(out, N, k);
+  const auto all = [&](auto* to) {
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; ++n) widen_int4(data<const uint8_t>(w) + n * k / 2, data<const bf16>(scales) + n * (k / group) * 2, k, group, to + n * k);
+  };
+  is_bf16(out) ? all(data<bf16>(out)) : all(data<float>(out));
+}
+
+void widen_nested_rows(Tensor w, Tensor residual, Tensor scales, Tensor out) {
+  expect_nested(w, residual, scales);
+  const int64_t N = w.size(0), k = w.size(1);
+  expect_dense(out, N, k);
+  const bool narrow = is_bf16(scales);
+  const auto all = [&](auto* to) {
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; ++n) {
+      const float scale = narrow ? widen(data<const bf16>(scales)[n]) : data<const float>(scales)[n];
+      widen_nested(data<const int8_t>(w) + n * k, data<const int8_t>(residual) + n * k, scale, k, to + n * k);
+    }
+  };
+  is_bf16(out) ? all(data<bf16>(out)) : all(data<float>(out));
 }
 
 // -- attention over a prompt ------------------------------------------------------------------------------------------
@@ -299,7 +380,12 @@ STABLE_TORCH_LIBRARY(pdq_native, m) {
 #endif
   m.def("dense(Tensor x, Tensor w) -> Tensor");
   m.def("int8(Tensor x, Tensor w, Tensor scales, bool tokens) -> Tensor");
-  m.def("int4(Tensor x, Tensor w, Tensor scales, int group) -> Tensor");
+  m.def("int4(Tensor x, Tensor w, Tensor scales, int group, bool tokens) -> Tensor");
+  m.def("nested(Tensor x, Tensor w, Tensor residual, Tensor scales) -> Tensor");
+  m.def("widen_int4(Tensor w, Tensor scales, int group, Tensor(a!) out) -> ()");
+  m.def("widen_nested(Tensor w, Tensor residual, Tensor scales, Tensor(a!) out) -> ()");
+  m.def("attend(Tensor q, Tensor data, Tensor scale, Tensor low, int count, Tensor mask, float scaling, float softcap) -> Tensor");
+  m.def("put(Tensor keys, Tensor values, Tensor(a!) data, Tensor(b!) scale, Tensor(c!) low, int slot) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pdq_native, CPU, m) {
@@ -309,4 +395,9 @@ STABLE_TORCH_LIBRARY_IMPL(pdq_native, CPU, m) {
   m.impl("dense", TORCH_BOX(&dense));
   m.impl("int8", TORCH_BOX(&int8));
   m.impl("int4", TORCH_BOX(&int4));
+  m.impl("nested", TORCH_BOX(&nested));
+  m.impl("widen_int4", TORCH_BOX(&widen_int4_rows));
+  m.impl("widen_nested", TORCH_BOX(&widen_nested_rows));
+  m.impl("attend", TORCH_BOX(&attend));
+  m.impl("put", TORCH_BOX(&put));
 }

@@ -102,14 +102,24 @@ inline void words_int8(const int8_t* block, __m512i out[2]) {
     out[h] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + 32 * h)));
 }
 
-// Channels n … n + 31 (the last one again beyond N) → a panel. Of bytes: unsigned.
-inline void panel_bytes(const int8_t* w, int64_t k, int64_t n, int64_t N, int32_t* panel) {
-  const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
+// int8 weights plus 128, and int4 weights 0 … 15, as unsigned bytes of 64 columns.
+inline __m512i bytes_int8(const int8_t* block) {
+  return _mm512_xor_si512(load64(block), _mm512_set1_epi8(static_cast<char>(0x80)));
+}
+inline __m512i bytes_int4(const uint8_t* block) {
+  __m512i two[2];
+  words_int4(block, two);
+  const __m256i low = _mm512_cvtepi16_epi8(two[0]), high = _mm512_cvtepi16_epi8(two[1]);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
+// Channels n … n + 31 (the last one again beyond N) → a panel.
+template <typename Unpack>  // (channel, first column) → 64 unsigned bytes
+void panel_bytes(Unpack unpack, int64_t k, int64_t n, int64_t N, int32_t* panel) {
   for (int64_t half = 0; half < PANEL; half += 16)
     for (int64_t c = 0; c < k; c += 64) {
       __m512i rows[16];
-      for (int64_t i = 0; i < 16; ++i)
-        rows[i] = _mm512_xor_si512(load64(w + std::min(n + half + i, N - 1) * k + c), flip);
+      for (int64_t i = 0; i < 16; ++i) rows[i] = unpack(std::min(n + half + i, N - 1), c);
       transpose16(rows, panel + c / 4 * PANEL + half);
     }
 }
@@ -181,6 +191,44 @@ struct TokensPanel {
       }
   }
 };
+// int4 weights 0 … 15 with activations as bytes, one scale a token. sums: of each row's activations by group, in parts of its
+// scale, rows × groups; zero: PANEL floats a group, what the middle of 8 and the zero point add to each.
+struct TokenGroupsPanel {
+  const Activations& x;
+  const Tiles& tiles;
+  const float* sums;
+
+  template <int R>
+  void operator()(int64_t from, const int32_t* panel, const PanelScales& s, __m512 out[R][2]) const {
+    const int64_t groups = x.k / s.group, steps = s.group / 4;
+    for (int r = 0; r < R; ++r) out[r][0] = out[r][1] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < groups; ++g) {
+      __m512i acc[R][2];
+      multiply<R, true>(tiles.tile(from) + g * steps * TILE, panel + g * steps * PANEL, steps, acc);
+      for (int h = 0; h < 2; ++h) {
+        const __m512 scale = _mm512_loadu_ps(s.scale + g * PANEL + 16 * h), zero = _mm512_loadu_ps(s.zero + g * PANEL + 16 * h);
+        for (int r = 0; r < R; ++r) {
+          out[r][h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][h]), scale, out[r][h]);
+          out[r][h] = _mm512_fmadd_ps(zero, _mm512_set1_ps(sums[(from + r) * groups + g]), out[r][h]);
+        }
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int h = 0; h < 2; ++h) out[r][h] = _mm512_mul_ps(out[r][h], _mm512_set1_ps(x.scale[from + r]));
+  }
+};
+// Sums of whole numbers by group, rows × groups.
+inline std::vector<float> group_sums(const Activations& x, int64_t group) {
+  std::vector<float> sums(x.rows * (x.k / group));
+#pragma omp parallel for schedule(static) if (x.rows > 16)
+  for (int64_t i = 0; i < static_cast<int64_t>(sums.size()); ++i) {
+    int32_t total = 0;
+    for (int64_t c = 0; c < group; ++c) total += x.q[i * group + c];
+    sums[i] = static_cast<float>(total);
+  }
+  return sums;
+}
+
 struct BlocksPanel {
   const Activations& x;
   const Tiles& tiles;

@@ -1,0 +1,113 @@
+"""The KV buffers of one model, kept for the next request of the same size and formats, and what is told of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+import torch
+
+from pdq_tui.core.kv import KvPolicy
+from pdq_tui.core.policy import STAGES, Stage
+from pdq_tui.core.protocol import KvInfo
+from pdq_tui.engine import kv_native
+from pdq_tui.engine.formats.packed import DTYPE_NAMES
+from pdq_tui.engine.kv import MODEL_DTYPE, KvCache, KvShape
+from pdq_tui.engine.kv_formats import Codec, Plain, codec
+from pdq_tui.errors import UnfitError
+
+#: Buffers kept for reuse by (batch, capacity), for each policy's KV formats.
+KEPT: Final = 2
+
+
+class KvPool:
+    """``own_attention``: the engine's own attention reads the cache; another one knows plain tensors of all positions."""
+
+    def __init__(self, shape: KvShape, device: torch.device, *, own_attention: bool) -> None:
+        self.shape, self.device, self.own_attention = shape, device, own_attention
+        self._caches: dict[KvPolicy, OrderedDict[tuple[int, int], KvCache]] = {}
+
+    def check(self, kv: KvPolicy, policy: str) -> None:
+        """Raises UnfitError, naming ``policy``, for formats that this model's heads or this attention cannot read."""
+        if kv == MODEL_DTYPE:
+            return
+        why = self.refused or self.shape.geometry.misfit(kv)
+        if why is not None:
+            hint = "load the model with --attention pdq" if self.refused else "choose another format in [kv]"
+            raise UnfitError(f"{policy}: KV cache {kv.label}: {why}", hint)
+
+    def own_kernels(self, kv: KvPolicy) -> set[Codec]:
+        """Formats that our own kernels may serve in this policy, and in the model's dtype: what is compiled uses that."""
+        if not self.own_attention:
+            return set()
+        shape = self.shape
+        made = {codec(kv, stage, shape.head_dim, shape.dtype) for kv in (MODEL_DTYPE, kv) for stage in STAGES}
+        return {one for one in made if kv_native.unfit(one, shape.dtype, self.device) is None}
+
+    @property
+    def refused(self) -> str | None:
+        """Why no cache of this model can be quantized."""
+        return None if self.own_attention else "only this program's own attention reads a quantized cache"
+
+    def cache(self, batch: int, capacity: int, kv: KvPolicy = MODEL_DTYPE) -> KvCache:
+        """A cache for (batch, capacity), the same one again where there is one: one request runs at a time."""
+        kept = self._caches.setdefault(kv, OrderedDict())
+        key = (batch, capacity)
+        found = kept.get(key)
+        if found is None:
+            while len(kept) >= KEPT:
+                kept.popitem(last=False)
+            found = KvCache(self.shape, batch, capacity, self.device, kv, own_attention=self.own_attention)
+            kept[key] = found
+        kept.move_to_end(key)
+        return found
+
+    def clear(self) -> None:
+        self._caches.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all buffers that are kept."""
+        return sum(cache.nbytes for kept in self._caches.values() for cache in kept.values())
+
+    def info(self, kv: KvPolicy, free_bytes: int | None, reserve_bytes: int) -> KvInfo:
+        """The fact sheet of ``kv`` on this model. ``free_bytes``: all that KV may take, present buffers among it."""
+        geometry, kept = self.shape.geometry, self._caches.get(kv, OrderedDict())
+        windows = {window for window in geometry.windows if window is not None}
+        per_token = geometry.bytes_per_token(kv, "decode")
+        kernel, reason = self._kernel(kv)
+        known = free_bytes is not None
+        return KvInfo(
+            dtype=self._dtype(kv, "decode"),
+            bytes_per_token=per_token,
+            prefill_dtype=self._dtype(kv, "prefill"),
+            prefill_bytes_per_token=geometry.bytes_per_token(kv, "prefill"),
+            convert=kv.convert,
+            layers=geometry.layers,
+            quantized_layers=geometry.layers if kv.decode != "bf16" else 0,
+            sliding_layers=geometry.sliding_layers,
+            window=max(windows, default=None),
+            sequence_bytes=geometry.layers * geometry.sequence_layer_bytes(kv),
+            kernel=kernel,
+            kernel_reason=reason,
+            allocated_bytes=sum(cache.nbytes for cache in kept.values()),
+            free_bytes=free_bytes,
+            reserve_bytes=reserve_bytes,
+            capacity_tokens=max(0, free_bytes - reserve_bytes) // per_token
+            if free_bytes is not None
+            else None,
+            capacity_reason=None if known else "this device does not tell how much of its memory is free",
+        )
+
+    def _kernel(self, kv: KvPolicy) -> tuple[str, str | None]:
+        """What decode attention runs, and why not our own kernel."""
+        if not self.own_attention:
+            return "transformers", "asked for"
+        made = codec(kv, "decode", self.shape.head_dim, self.shape.dtype)
+        reason = kv_native.why_not(made, self.shape.dtype, self.device)
+        if reason is None:
+            return "native", None
+        return "torch sdpa" if isinstance(made, Plain) else "torch, by blocks", reason
+
+    def _dtype(self, kv: KvPolicy, stage: Stage) -> str:
+        return DTYPE_NAMES[self.shape.dtype] if kv.dtype(stage) == "bf16" else kv.named(stage)
