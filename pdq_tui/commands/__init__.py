@@ -9,6 +9,7 @@ COMMANDS: Final = {
     "evaluate": "evaluate",
     "compare": "compare",
     "report": "report",
+    "replay": "replay",
     "policies": "policies",
     "snapshots": "snapshots",
     "tune": "tune",

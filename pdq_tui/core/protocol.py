@@ -21,11 +21,13 @@ from pdq_tui.core.messages.codec import (
     encode,
 )
 from pdq_tui.core.messages.commands import (
+    Ask,
     CancelTask,
     Command,
     Interleave,
     Load,
     Ping,
+    Question,
     RunBlocks,
     Score,
     SelectArm,
@@ -38,6 +40,7 @@ from pdq_tui.core.messages.commands import (
     Watch,
 )
 from pdq_tui.core.messages.events import (
+    Answered,
     ArmReady,
     ArmRefused,
     ArmSwitched,
@@ -77,9 +80,11 @@ from pdq_tui.core.messages.readings import CpuSample, GpuSample, SensorSample, S
 __all__ = [
     "DROPPABLE",
     "VERSION",
+    "Answered",
     "ArmReady",
     "ArmRefused",
     "ArmSwitched",
+    "Ask",
     "CancelTask",
     "Command",
     "Coverage",
@@ -106,6 +111,7 @@ __all__ = [
     "Pong",
     "Progress",
     "ProtocolError",
+    "Question",
     "RefusedPrompt",
     "Request",
     "RunBlocks",

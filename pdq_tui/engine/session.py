@@ -18,6 +18,7 @@ from pdq_tui.core.kernels import KernelTable, load_kernels
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.tuned import in_use
 from pdq_tui.engine import faults, native, quality, tune
+from pdq_tui.engine.asking import Asker
 from pdq_tui.engine.bench import Bench, Control
 from pdq_tui.engine.cancel import Cancelled, check
 from pdq_tui.engine.channel import Inbox
@@ -72,6 +73,8 @@ class Session:
                     self._run_blocks(number, command)
                 case p.Score():
                     self._run(number, lambda bench, control: self._score(bench, control, command))
+                case p.Ask():
+                    self._run(number, lambda bench, control: self._ask(bench, control, command))
                 case p.Tune():
                     stage = "tune"
                     self._run(number, lambda bench, control: self._tune(control, command))
@@ -341,6 +344,19 @@ class Session:
             if scored is None:
                 break
             self.send(scored)
+            done += 1
+        self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
+
+    def _ask(self, bench: Bench, control: Control, command: p.Ask) -> None:
+        assert self.model is not None and self.device is not None
+        asker = Asker(self.device, self.model, bench.arm(command.arm), prompt_sets.built_in)
+        done, total = 0, len(command.questions)
+        for question in command.questions:
+            if control.stopped():
+                break
+            what = f"{command.arm}: {question.id}"
+            self.send(p.Progress(task=command.task, label=what, done=done, total=total, unit="questions"))
+            self.send(asker.answer(question, control.stopped))
             done += 1
         self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
 

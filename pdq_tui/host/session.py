@@ -61,6 +61,7 @@ class Session:
     """One run as it is now. ``reference``: the arm that ratios are against.
 
     silence   seconds since the engine's last sign of life, where a supervisor knows; see ``Supervisor``.
+    clock     now on the events' own clock, in ns; a recording has its own.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class Session:
         min_effect: float = 0.01,
         reference: str = "B",
         silence: Callable[[], float | None] | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.run = run
         self.journal = journal or Journal(run.journal_path)
         self.reference = reference
         self.silence = silence
+        self._clock = clock
         self._lock = threading.RLock()
         self._start_ns = int(run.meta["monotonic_ns"])
         self._wall_ns = int(run.meta["wall_ns"])
@@ -114,7 +117,7 @@ class Session:
     def apply(self, event: Any) -> None:
         """Take one event in. From any thread; does not wait for anything but the lock."""
         if not event.t_ns:  # made in this process and never on the wire, where it would have been stamped
-            event.t_ns = time.monotonic_ns()
+            event.t_ns = self._clock()
         with self._lock:
             for level, text, hint in sentences.lines(event):
                 self._note(level, text, hint, event.t_ns)
@@ -124,7 +127,7 @@ class Session:
     def note(self, level: str, text: str, hint: str | None = None) -> None:
         """A line of this session's own: ``level`` info, warn or error."""
         with self._lock:
-            self._note(level, text, hint, time.monotonic_ns())
+            self._note(level, text, hint, self._clock())
 
     def events(self, since_ns: int | None = None) -> list[Any]:
         """The journal so far, complete: what a snapshot is made from. ``since_ns`` on the events' own clock."""
@@ -273,7 +276,7 @@ class Session:
             self._figures = Figures({a: s for a, s in self._figures.stats.items() if a != arm})
 
     def _note(self, level: str, text: str, hint: str | None, t_ns: int) -> None:
-        wall = self._wall_ns + ((t_ns or time.monotonic_ns()) - self._start_ns)
+        wall = self._wall_ns + ((t_ns or self._clock()) - self._start_ns)
         clock = time.strftime("%H:%M:%S", time.localtime(wall / 1e9))
         self._notes.append(NoteView(clock, level, text, hint))
         self._notes_total += 1
@@ -294,7 +297,7 @@ class Session:
             elif not self._loaded:
                 text = "no model is loaded"
         if state != self._engine.state:
-            self._since_ns = t_ns or time.monotonic_ns()
+            self._since_ns = t_ns or self._clock()
         self._engine = replace(self._engine, state=state, text=text)
 
     # -- what the person asked for, told by LiveSession ------------------------------------------------------------------------
@@ -326,7 +329,7 @@ class Session:
             dirty, self._dirty = self._dirty, False
         if dirty:
             self._refresher.refresh()
-        now_ns = time.monotonic_ns()
+        now_ns = self._clock()
         now = self._seconds(now_ns)
         start = None if window_s is None else now - window_s
         with self._lock:

@@ -13,6 +13,7 @@ import msgspec
 from pdq_tui.core.messages.base import VERSION, Message
 from pdq_tui.core.messages.commands import Command
 from pdq_tui.core.messages.events import (
+    Answered,
     ArmReady,
     ArmRefused,
     ArmSwitched,
@@ -52,6 +53,7 @@ Event = (
     | StageSample
     | Request
     | Scored
+    | Answered
     | TuneStarted
     | KernelsTimed
     | RunEnded

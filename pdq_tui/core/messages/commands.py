@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from pdq_tui.core.messages.base import Message
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.workload import Workload
@@ -99,6 +101,29 @@ class Score(Message):
     batch: int = 1
 
 
+class Question(msgspec.Struct, kw_only=True):
+    """One request as a user sends it: ``workload`` is prepared as any other, and its batches run one after another.
+
+    leave  "prefill" or "decode": whoever asked goes away while that stage runs; None: waits for the answer.
+    """
+
+    id: str
+    workload: Workload
+    leave: str | None = None
+
+
+class Ask(Message):
+    """Have ``arm`` answer ``questions``, each by itself and in order. Answered by an ``Answered`` each, then ``RunEnded``.
+
+    A question that cannot run is answered with the reason, and the next one is asked. The workload of the engine's runs
+    stays what it is.
+    """
+
+    arm: str
+    questions: list[Question]
+    task: str = "ask"
+
+
 class Tune(Message):
     """Measure the kernel candidates for the loaded model's linear layers. Answered by ``TuneStarted``, a ``KernelsTimed`` a
     format, layer shape and row count, and ``RunEnded``; ``Stop`` ends it between two samples.
@@ -147,6 +172,7 @@ Command = (
     | Interleave
     | RunBlocks
     | Score
+    | Ask
     | Tune
     | Stop
     | CancelTask

@@ -218,6 +218,34 @@ class Scored(Message):
     base_nll: list[float | None]
 
 
+class Answered(Message):
+    """How one ``Question`` ended; never dropped. A value a prompt, in their order, where there is one.
+
+    state    "done", "refused" (before anything ran), "cancelled", "not finite" (logits with NaN or infinity).
+    reason   why it is not "done".
+    tokens   ids that were made, EOS included where it ended an answer. ``texts``: decoded without special tokens.
+    highest  the largest logit that chose a token; None where none was chosen.
+    ttft_ms, tpot_ms  of the last batch, where the stage ran.
+    """
+
+    id: str
+    arm: str
+    policy: str
+    policy_digest: str
+    state: str
+    reason: str | None = None
+    refused: list[RefusedPrompt] = msgspec.field(default_factory=list)
+    prompt_tokens: list[int] = msgspec.field(default_factory=list)
+    tokens: list[list[int]] = msgspec.field(default_factory=list)
+    texts: list[str] = msgspec.field(default_factory=list)
+    stop_reasons: list[str] = msgspec.field(default_factory=list)
+    chat_template_applied: bool = False
+    highest: float | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    seconds: float = 0.0
+
+
 class TuneStarted(Message):
     """``stamp``: what the times will depend on, by ``core.tuned.STAMP``. ``cells``: how many ``KernelsTimed`` will come.
     ``refused``: label of a format → why nothing runs it on this device."""
