@@ -240,7 +240,12 @@ class Session:
         if self.staged is None or self.bench is None:
             raise UsageError("no model is loaded")
         ready = self.staged.apply(
-            policy, rows=self._rows(), hard=hard, progress=self._progress("pack", "B"), cancelled=cancelled
+            policy,
+            rows=self._rows(),
+            request=self._request(),
+            hard=hard,
+            progress=self._progress("pack", "B"),
+            cancelled=cancelled,
         )
         self.bench.set_arm(Arm(label, policy, ready), packed_anew=not ready.resident)
         self.ready[label], self.hard[label] = ready, hard
@@ -283,11 +288,18 @@ class Session:
         rows = {batch.rows for batch in prepared.batches}
         return tuple(sorted(rows | {batch.rows * batch.width for batch in prepared.batches}))
 
+    def _request(self) -> tuple[int, int] | None:
+        """(batch, capacity) of the largest request, None where there is no workload yet."""
+        prepared = self.bench.prepared if self.bench is not None else None
+        if prepared is None:
+            return None
+        return max(batch.rows for batch in prepared.batches), prepared.capacity
+
     def _set_workload(self, number: int, command: p.SetWorkload) -> None:
         try:
             if self.model is None or self.bench is None:
                 raise UsageError("no model is loaded")
-            before = self._rows()
+            before = self._rows(), self._request()
             prepared = prepare(command.workload, self.model.tokenizer, self.model.info, prompt_sets.built_in)
         except PdqError as error:
             self.send(p.WorkloadRefused(reason=error.message, hint=error.hint))
@@ -304,8 +316,8 @@ class Session:
                 notes=prepared.notes,
             )
         )
-        if self._rows() != before:
-            # Kernels are chosen by row count: the arms are checked again for the new ones.
+        if (self._rows(), self._request()) != before:
+            # Kernels are chosen by row count, and a longer request needs more memory: the arms are checked again.
             for label, arm in list(self.bench.arms.items()):
                 self._set_arm(
                     number, p.SetArm(arm=label, policy=arm.policy, hard=self.hard.get(label, False))

@@ -403,11 +403,11 @@ def _confounders(spec: Spec, found: Mapping[str, Json]) -> Table:
     c = found.get("confirmation", {})
     other = c.get("other_load")
     load = "not seen by the sensors" if other is None else f"others had {other:.0%} of the CPU time (median)"
-    kv = sorted({f"{p.kv.prefill}/{p.kv.decode}" for p in spec.policies})
+    kv = sorted({p.kv.label for p in spec.policies})
     drifted = sum("drifted" in w for w in c.get("warnings", []))
     rows = [
         ["allocation of resources", "one process, the same threads, policies take turns in blocks", load],
-        ["cache policy", f"KV of prefill/decode: {', '.join(kv)} in all policies", "excluded" if len(kv) == 1 else "not excluded"],
+        ["cache policy", f"KV cache {', '.join(kv)}" + (" in all policies" if len(kv) == 1 else ", by policy"), "excluded" if len(kv) == 1 else "not excluded"],
         ["data size", "one prompt length, the built-in texts", "not excluded: one length"],
         ["concurrency model", f"batch {spec.workload.batch}, one at a time", "not excluded: no load test"],
         [
