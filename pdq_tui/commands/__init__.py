@@ -12,6 +12,8 @@ COMMANDS: Final = {
     "replay": "replay",
     "policies": "policies",
     "snapshots": "snapshots",
+    "tune": "tune",
+    "trace": "trace",
     "doctor": "doctor",
     "where": "where",
     "config": "settings",

@@ -60,6 +60,14 @@ def evaluate(
             help="Limit of the decode path's mean KLD: 0.0055, 0.011, 0.031 nats.",
         ),
     ] = "standard",
+    tasks: Annotated[
+        Path | None,
+        typer.Option(
+            "--tasks",
+            metavar="FILE",
+            help='Your tasks instead of ours: JSONL with "prompt" and "answer", and "rule" where "contains" does not suit.',
+        ),
+    ] = None,
     prompt_tokens: flags.In = None,
     output_tokens: flags.Out = None,
     batch: flags.Batch = None,
@@ -84,7 +92,7 @@ def evaluate(
     from datetime import UTC, datetime
 
     from pdq_tui.core.catalog import find_policy
-    from pdq_tui.judge import estimate, quality
+    from pdq_tui.judge import estimate, quality, taskset
     from pdq_tui.judge import traffic as traffics
     from pdq_tui.judge.evaluation import Evaluation
     from pdq_tui.judge.plan import PLANS, STAGED, STEPS, UNIFORM, Spec, Step
@@ -136,6 +144,8 @@ def evaluate(
             gate=gate,
             min_effect=s.run.min_effect,
             seed=s.workload.seed,
+            tasks=() if tasks is None else tuple(taskset.read(tasks.expanduser())),
+            tasks_name="the project's own" if tasks is None else tasks.name,
         )
         mixed = [p.name for p in spec.uniform if p.staged] or [p.name for p in spec.staged if not p.staged]
         if mixed:

@@ -36,6 +36,8 @@ from pdq_tui.core.messages.commands import (
     Shutdown,
     StartLoop,
     Stop,
+    Trace,
+    Tune,
     Watch,
 )
 from pdq_tui.core.messages.events import (
@@ -46,6 +48,7 @@ from pdq_tui.core.messages.events import (
     Dropped,
     Failure,
     Hello,
+    KernelsTimed,
     ModelReady,
     NonFinite,
     Note,
@@ -58,10 +61,12 @@ from pdq_tui.core.messages.events import (
     Scored,
     StageSample,
     TaskEnded,
+    TuneStarted,
     WorkloadReady,
     WorkloadRefused,
 )
 from pdq_tui.core.messages.facts import (
+    CandidateTime,
     Coverage,
     DeviceInfo,
     Fallback,
@@ -71,6 +76,7 @@ from pdq_tui.core.messages.facts import (
     WeightsInfo,
 )
 from pdq_tui.core.messages.own import SnapshotSaved, WorkerExited, WorkerStarted
+from pdq_tui.core.messages.profiles import KernelTime, StageTrace, Traced
 from pdq_tui.core.messages.readings import CpuSample, GpuSample, SensorSample, SensorState
 
 __all__ = [
@@ -82,6 +88,7 @@ __all__ = [
     "ArmSwitched",
     "Ask",
     "CancelTask",
+    "CandidateTime",
     "Command",
     "Coverage",
     "CpuSample",
@@ -93,6 +100,8 @@ __all__ = [
     "GpuSample",
     "Hello",
     "Interleave",
+    "KernelTime",
+    "KernelsTimed",
     "KvInfo",
     "LeftModule",
     "Load",
@@ -121,9 +130,14 @@ __all__ = [
     "Shutdown",
     "SnapshotSaved",
     "StageSample",
+    "StageTrace",
     "StartLoop",
     "Stop",
     "TaskEnded",
+    "Trace",
+    "Traced",
+    "Tune",
+    "TuneStarted",
     "UnknownTypeError",
     "VersionError",
     "Watch",

@@ -62,6 +62,11 @@ class Run:
     def journal_path(self) -> Path | None:
         return None if self.in_memory else self.path / "events.jsonl"
 
+    @property
+    def trace_path(self) -> Path | None:
+        """Where traces of torch's profiler go."""
+        return None if self.in_memory else self.path / "trace"
+
     def track(self, pid: int, role: str) -> None:
         """Note a worker in the lock file, so that it can be recognised if this process dies without a word."""
         self.workers[pid] = role

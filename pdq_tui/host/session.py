@@ -98,6 +98,7 @@ class Session:
         self._notes: deque[NoteView] = deque(maxlen=NOTES)
         self._notes_total = 0
         self._snapshots: deque[str] = deque(maxlen=SNAPSHOTS)
+        self._traces: dict[str, p.Traced] = {}
         self._live: p.StageSample | None = None
         self._dropped: dict[str, int] = {}
         self._engine = EngineView()
@@ -173,6 +174,8 @@ class Session:
                 self._running, self._interleave = e.kind, e.interleave
             case p.RunEnded():
                 self._running, self._live = "", None
+            case p.Traced():
+                self._traces[e.arm] = e
             case p.ArmSwitched():
                 self._active = e.arm
             case p.SensorState():
@@ -354,6 +357,7 @@ class Session:
                 workload_error=self._workload_error,
                 arms=arms,
                 ratios=dict(self._figures.ratios.get(other, {})) if other is not None else {},
+                traces=dict(self._traces),
                 sensor_state=self._sensor_state,
                 sensors=sensors,
                 sensors_age_s=None if sensors is None else (now_ns - sensors.t_ns) / 1e9,

@@ -22,6 +22,7 @@ def left(spec: Spec, found: Mapping[str, Json]) -> dict[str, float]:
         "small_quality": _small_quality,
         "confirmation": _confirmation,
         "quality": _quality,
+        "tasks": _tasks,
         "abnormal": _abnormal,
     }
     return {
@@ -97,3 +98,11 @@ def _abnormal(spec: Spec, found: Mapping[str, Json]) -> float:
     longest = 2 * limit * float(b["ttft_ms"]) / 1e3 / spec.workload.prompt_tokens
     load = float(found.get("conditions", {}).get("seconds", 0.0))
     return 20 * one + (longest if longest <= spec.plan.longest_request_s else 0.0) + load / 2
+
+
+def _tasks(spec: Spec, found: Mapping[str, Json]) -> float:
+    """About 120 prompt tokens and 20 new ones a task, and the base answers as well."""
+    b = found["bottleneck"]
+    assert spec.workload.prompt_tokens is not None
+    one = float(b["ttft_ms"] * 120 / spec.workload.prompt_tokens + 20 * b["tpot_ms"]) / 1e3
+    return (len(spec.tasks) or spec.plan.tasks) * (_kept(spec, found) + 1) * one

@@ -1,17 +1,21 @@
-"""Steps that ask how the chosen policy holds up in use: abnormal inputs. Each measures through an evaluation's engine and
+"""Steps that ask how policies hold up in use: tasks, abnormal inputs. Each measures through an evaluation's engine and
 returns what it found as JSON, like those of ``steps``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pdq_tui.core import protocol as p
+from pdq_tui.core.workload import Workload
 from pdq_tui.errors import PdqError
 from pdq_tui.host.conversation import Conversation
 from pdq_tui.judge import abnormal as unusual
+from pdq_tui.judge import flips, quality, taskset
 from pdq_tui.judge.abnormal import Result
+from pdq_tui.judge.taskset import Task
 
 if TYPE_CHECKING:
     from pdq_tui.core.policy import Policy
@@ -39,6 +43,105 @@ def ask(ev: Evaluation, policy: Policy, questions: list[p.Question], task: str =
         ev.close()
         raise
     return answers
+
+
+def tasks(ev: Evaluation) -> Json:
+    """Every task by the base and by every policy that is left, greedy, to its natural end."""
+    spec, small = ev.spec, ev.found["small_quality"]
+    asked = list(spec.tasks) or taskset.own(spec.plan.tasks, spec.seed)
+    names = list(dict.fromkeys([spec.base.name, *small["uniform"], *small["staged"]]))
+    groups = _groups(asked, spec.workload.batch)
+    answers: dict[str, dict[str, Json]] = {}
+    template = False
+    for policy in sorted(ev.by_name(names), key=lambda policy: names.index(policy.name)):
+        answers[policy.name] = {}
+        questions = [_question(number, group) for number, group in enumerate(groups)]
+        for group, answer in zip(groups, ask(ev, policy, questions, "tasks"), strict=True):
+            template = template or answer.chat_template_applied
+            answers[policy.name] |= _graded(group, answer)
+    base = answers[spec.base.name]
+    limit = flips.DROPS[spec.gate]
+    found: Json = {}
+    for name in names:
+        both = [t for t in asked if t.id in base and t.id in answers[name]]
+        if name == spec.base.name or not both:
+            continue
+        f = _compared(both, base, answers[name])
+        kinds = {t.kind: [] for t in both}  # type: dict[str, list[Task]]
+        for t in both:
+            kinds[t.kind].append(t)
+        found[name] = {
+            **msgspec.to_builtins(f),
+            "gates": [msgspec.to_builtins(g) for g in (flips.task_gate(f, limit), flips.length_gate(f))],
+            "kinds": {
+                kind: {
+                    "n": len(of),
+                    "base": sum(bool(base[t.id]["right"]) for t in of) / len(of),
+                    "policy": sum(bool(answers[name][t.id]["right"]) for t in of) / len(of),
+                }
+                for kind, of in kinds.items()
+            },
+        }
+    staged = [found[n] for n in small["staged"] if n in found]
+    open_ = {g["reason"] for f in staged for g in f["gates"][:1] if g["result"] in _UNSETTLED}
+    return {
+        "set": spec.tasks_name,
+        "base": spec.base.name,
+        "asked": len(asked),
+        "refused": len(asked) - len(base),
+        "chat_template": template,
+        "policies": found,
+        "items": [msgspec.to_builtins(t) for t in asked],
+        "answers": answers,
+        "unsettled": "no task fits this model" if not staged else "; ".join(sorted(open_)) or None,
+        "stop": None,
+    }
+
+
+_UNSETTLED = (quality.UNSURE, quality.NOT_INFORMATIVE)
+
+
+def _groups(asked: Sequence[Task], size: int) -> list[list[Task]]:
+    """Tasks with one limit of new tokens, ``size`` at a time."""
+    by_most: dict[int, list[Task]] = {}
+    for task in asked:
+        by_most.setdefault(task.most, []).append(task)
+    return [of[at : at + size] for of in by_most.values() for at in range(0, len(of), size)]
+
+
+def _question(number: int, group: Sequence[Task]) -> p.Question:
+    chats = tuple((("user", task.prompt),) for task in group)
+    workload = Workload(
+        prompt_tokens=None,
+        output_tokens=group[0].most,
+        batch=len(group),
+        prompts="file",
+        chats=chats,
+        stop="natural",
+        distinct=len(group),
+    )
+    return p.Question(id=f"tasks {number + 1}", workload=workload)
+
+
+def _graded(group: Sequence[Task], answer: p.Answered) -> dict[str, Json]:
+    """By task that was answered; what a model has no positions for is left out."""
+    out = {r.number for r in answer.refused}
+    ran = [task for number, task in enumerate(group, 1) if number not in out]
+    if answer.state == "refused":
+        return {}
+    return {
+        task.id: {"right": taskset.right(task, text), "tokens": len(tokens), "text": text}
+        for task, text, tokens in zip(ran, answer.texts, answer.tokens, strict=False)
+    }
+
+
+def _compared(both: Sequence[Task], base: Json, policy: Json) -> flips.Flips:
+    return flips.compare(
+        [base[t.id]["right"] for t in both],
+        [policy[t.id]["right"] for t in both],
+        [(base[t.id]["tokens"], policy[t.id]["tokens"]) for t in both],
+        sum(base[t.id]["text"] != policy[t.id]["text"] for t in both),
+    )
 
 
 def abnormal(ev: Evaluation) -> Json:

@@ -368,5 +368,6 @@ DO: Final[dict[str, Callable[[Evaluation], Json]]] = {
     "small_quality": small_quality,
     "confirmation": confirmation,
     "quality": quality,
+    "tasks": operation.tasks,
     "abnormal": operation.abnormal,
 }

@@ -89,6 +89,8 @@ def _one(spec: Spec, found: Mapping[str, Json], name: str) -> Verdict:
     speed_gates = [_speed_gate(r) for r in speed]
     weak = _unexplained(timing["arms"], [name, *uniform])
     explained = _explained_gate(weak)
+    answers = _task_gates(found, name)
+    worse = [g for g in answers if g.result == quality.FAIL]
     stability = [_drift_gate(found), _abnormal_gate(found)]
     unstable = [g for g in stability if g.result == quality.FAIL]
     because: list[str] = []
@@ -100,6 +102,9 @@ def _one(spec: Spec, found: Mapping[str, Json], name: str) -> Verdict:
         because.append(
             f"quality: {quality_gate.measured} nats on the decode path, limit {quality_gate.limit}"
         )
+    elif worse:
+        word = NO_GO
+        because += [f"{g.name}: {g.measured}" for g in worse]
     elif unstable:
         word = NO_GO
         because += [f"{g.name}: {g.measured}" for g in unstable]
@@ -137,11 +142,18 @@ def _one(spec: Spec, found: Mapping[str, Json], name: str) -> Verdict:
         word=word,
         staged=name,
         against=uniform,
-        gates=[*speed_gates, quality_gate, _memory_gate(found, name, uniform), *stability, explained],
+        gates=[
+            *speed_gates,
+            quality_gate,
+            *answers,
+            _memory_gate(found, name, uniform),
+            *stability,
+            explained,
+        ],
         because=because,
         to_change=[
             *_to_change(lost, open_, quality_gate, weak),
-            *(f"{g.name}: {g.reason}" for g in unstable),
+            *(f"{g.name}: {g.reason or g.measured}" for g in (*worse, *unstable)),
             *(f"{what} has to be tested" for what in not_tested(found)),
         ],
         region=region,
@@ -194,6 +206,23 @@ def _memory_gate(found: Mapping[str, Json], name: str, uniform: Sequence[str]) -
         result=quality.SHOWN,
         reason=None if mine <= least else "what it takes more is not there for KV cache",
     )
+
+
+def _task_gates(found: Mapping[str, Json], name: str) -> list[quality.Gate]:
+    """Answers lost, and their length. One that the base is too weak for stays open, and is named as not settled."""
+    gates = found.get("tasks", {}).get("policies", {}).get(name, {}).get("gates")
+    if gates is not None:
+        return [msgspec.convert(g, quality.Gate) for g in gates]
+    why = not_tested(found).get("task set")
+    return [
+        quality.Gate(
+            name="quality: drop on the task set",
+            limit="by the gate's preset",
+            measured="n/a",
+            result=quality.NOT_TESTED,
+            reason=why,
+        )
+    ]
 
 
 def _drift_gate(found: Mapping[str, Json]) -> quality.Gate:

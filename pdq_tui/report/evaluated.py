@@ -37,6 +37,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
             "gate": self.spec.gate,
             "verdict": msgspec.to_builtins(self.verdict),
             "quality": _paths(self.found),
+            "tasks": {k: v for k, v in self.found.get("tasks", {}).items() if k not in ("items", "answers")},
             "abnormal": self.found.get("abnormal", {}).get("abnormal", []),
             "map": self.found.get("confirmation", {}).get("map", []),
             "steps": [{"name": t.name, "status": self._status(t.name)} for t in STEPS],

@@ -50,6 +50,8 @@ def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict) -> Page:
             windows = found.get("conditions", {}).get("windows")
             tables += [_quality(found[name], f"3. {title}", windows), _positions(found[name])]
             break
+    if "tasks" in found:
+        tables.append(_tasks(found["tasks"]))
     if "confirmation" in found:
         tables.append(_map(found["confirmation"]))
     if "abnormal" in found:
@@ -207,7 +209,7 @@ def _ratios(c: Json) -> Table:
 
 def _quality(q: Json, title: str, windows: Json | None) -> Table:
     rows = []
-    footer = ["KLD over the full vocabulary; the task set that near-lossless policies need was not run"]
+    footer = ["KLD over the full vocabulary; it does not rank near-lossless policies: the task set does"]
     if windows:
         footer.insert(
             0,
@@ -291,6 +293,51 @@ def _scenarios(found: Sequence[Card]) -> Table:
         rows=[[c.name, c.says, c.because] for c in found],
         left=3,
         footer=["each from what was measured alone; the verdict weighs your traffic"],
+    )
+
+
+def _tasks(t: Json) -> Table:
+    rows = []
+    for name, f in t["policies"].items():
+        low, high = f["drop_ci95"]
+        kinds = ", ".join(f"{kind} {k['policy'] - k['base']:+.0%}" for kind, k in f["kinds"].items())
+        length = MISSING if f["length"] is None else f"{f['length']:.0%}"
+        rows.append(
+            [
+                name,
+                f"{f['base']:.0%}",
+                f"{f['policy']:.0%}",
+                f"{f['drop']:+.1%} [{low:+.1%}, {high:+.1%}]",
+                f"{f['lost']} / {f['gained']}",
+                f"{f['mcnemar_p']:.2g}",
+                f"{f['detectable']:.1%}",
+                str(f["changed"]),
+                length,
+                kinds,
+            ]
+        )
+    template = (
+        "as chats, by the model's template" if t["chat_template"] else "as plain text: no chat template"
+    )
+    return Table(
+        title=f"3. quality held? {t['asked']} tasks ({t['set']}), scored by rule",
+        columns=[
+            "policy",
+            "base solves",
+            "policy solves",
+            "drop",
+            "lost / gained",
+            "McNemar p",
+            "shows from",
+            "other text",
+            "length",
+            "by kind",
+        ],
+        rows=rows,
+        footer=[
+            f"greedy, to the natural end, {template}; {t['refused']} were too long for this model",
+            "shows from: the smallest drop that so many tasks show with 80 % power; equal shares can hide flips",
+        ],
     )
 
 

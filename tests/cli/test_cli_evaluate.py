@@ -19,7 +19,16 @@ SMALL = (
     "--in", "16", "--out", "4", "--threads", "1", "--device", "cpu",
     "--baseline", "bf16", "--baseline", "int4", "--candidate", STAGED, "--gate", "loose",
 )  # fmt: skip
-STEPS = ["conditions", "bottleneck", "selection", "small_quality", "confirmation", "quality", "abnormal"]
+STEPS = [
+    "conditions",
+    "bottleneck",
+    "selection",
+    "small_quality",
+    "confirmation",
+    "quality",
+    "tasks",
+    "abnormal",
+]
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +102,11 @@ def test_every_step_left_its_evidence(evaluated: tuple[Path, Path, dict[str, Any
     assert len(rows) == 12 and all(r["result"] == "pass" and r["next_right"] for r in rows.values()), rows
     assert rows["empty"]["reason"].endswith("the prompt is empty")
     assert rows["cancelled during decode"]["reason"] == "after 5 of 8 tokens"
+    tasks = body["tasks"]
+    assert tasks["asked"] == 40 and tasks["refused"] < 40, "some fit into 256 positions of one character each"
+    gates = {g["name"]: g["result"] for g in tasks["policies"][STAGED]["gates"]}
+    assert gates["quality: drop on the task set"] == "not informative", "random weights solve nothing"
+    assert "the base solves" in body["verdict"]["not_tested"]["task set"]
     quality = body["quality"]
     assert [r["policy"] for r in quality["prefill_path"]].count(STAGED) == 1
     assert {r["position"] for r in quality["decode_path"]} == set(range(24))
@@ -151,6 +165,7 @@ def test_an_evaluation_is_begun_once_and_named_where_it_cannot_be(
         (("--gate", "any"), "legal: strict, standard, loose"),
         (("--baseline", STAGED), "--baseline takes uniform policies"),
         (("--traffic", "nothing.csv"), "is no preset"),
+        (("--tasks", "nothing.jsonl"), "cannot be read"),
     ):
         done = pdq("evaluate", str(tiny_model), *words)
         assert done.returncode == 2 and sentence in done.stderr, (words, done.stderr)

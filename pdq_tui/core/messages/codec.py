@@ -20,6 +20,7 @@ from pdq_tui.core.messages.events import (
     Dropped,
     Failure,
     Hello,
+    KernelsTimed,
     ModelReady,
     Note,
     Pong,
@@ -30,10 +31,12 @@ from pdq_tui.core.messages.events import (
     Scored,
     StageSample,
     TaskEnded,
+    TuneStarted,
     WorkloadReady,
     WorkloadRefused,
 )
 from pdq_tui.core.messages.own import SnapshotSaved, WorkerExited, WorkerStarted
+from pdq_tui.core.messages.profiles import Traced
 from pdq_tui.core.messages.readings import SensorSample, SensorState
 from pdq_tui.errors import PdqError
 
@@ -52,6 +55,9 @@ Event = (
     | Request
     | Scored
     | Answered
+    | TuneStarted
+    | KernelsTimed
+    | Traced
     | RunEnded
     | Note
     | Failure
