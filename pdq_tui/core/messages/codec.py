@@ -17,6 +17,7 @@ from pdq_tui.core.messages.events import (
     ArmReady,
     ArmRefused,
     ArmSwitched,
+    Canary,
     Dropped,
     Failure,
     Hello,
@@ -28,6 +29,8 @@ from pdq_tui.core.messages.events import (
     RunEnded,
     RunStarted,
     Scored,
+    Served,
+    ServeEnded,
     StageSample,
     TaskEnded,
     WorkloadReady,
@@ -52,6 +55,9 @@ Event = (
     | Request
     | Scored
     | Answered
+    | Served
+    | ServeEnded
+    | Canary
     | RunEnded
     | Note
     | Failure
