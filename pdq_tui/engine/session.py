@@ -187,7 +187,7 @@ class Session:
                 cache = Path(command.cache_dir) if command.cache_dir else locations.cache_dir()
                 found = peaks(device, info, cache, self._progress("load", "probes"), cancelled)
                 info.read_peak_gbps, info.read_peak_method = found.read_gbps, found.read_method
-                info.compute_peak_tflops = dict(found.compute_tflops)
+                info.compute_peak_tflops, info.copy_peak_gbps = dict(found.compute_tflops), found.copy_gbps
                 self.staged = StagedModel(
                     model.skeleton,
                     model.masters,

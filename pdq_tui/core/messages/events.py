@@ -141,6 +141,7 @@ class Request(Message):
     ``itl_ms`` holds every decode step; its sum is decode_ms. ``tpot_ms`` = decode_ms / (steps), null for N < 2.
     ``prefill_bound_ms`` and ``decode_bound_ms`` (mean per step) are the hardware limits of the operators that ran:
     sum of max(bytes / read peak, FLOPs / peak of the dtype), see ``core.roofline``; null without measured peaks.
+    ``decode_flops`` are those of the mean step, as ``bytes_per_step`` are its bytes.
     ``prompt_tokens`` are real tokens over the batch, ``padded_tokens`` the padding beside them.
     ``output_tokens`` are per row. ``peak_*`` are per-stage high-water marks by ``memory_method``.
     ``valid`` False with ``invalid_reason``: may be shown, never ranked.
@@ -176,6 +177,7 @@ class Request(Message):
     bytes_per_step: int | None = None
     bytes_per_step_wasted: int | None = None
     prefill_flops: dict[str, float] = msgspec.field(default_factory=dict)
+    decode_flops: dict[str, float] = msgspec.field(default_factory=dict)
     prefill_bytes: int | None = None
     prefill_bound_ms: float | None = None
     decode_bound_ms: float | None = None
