@@ -39,6 +39,17 @@ OPERATORS: Final[dict[str, tuple[str, ...]]] = {
     "native-int8": (r"pdq_native::int8",),
     "native-w8a8": (r"pdq_native::int8",),
     "native-int4": (r"pdq_native::int4",),
+    "native-w4a8": (r"pdq_native::int4",),
+    "native-int4-dequantize": (r"aten::(mm|addmm|linear)$|mkldnn.*linear", r"pdq_native::widen_int4"),
+    "native-int4-dequantize-float32": (r"aten::(mm|addmm|linear)$|mkldnn.*linear", r"pdq_native::widen_int4"),
+    "native-nested16": (r"pdq_native::nested",),
+    "native-nested16-dequantize": (r"aten::(mm|addmm|linear)$|mkldnn.*linear", r"pdq_native::widen_nested"),
+    "native-nested16-dequantize-float32": (
+        r"aten::(mm|addmm|linear)$|mkldnn.*linear",
+        r"pdq_native::widen_nested",
+    ),
+    "nested16-dequantize": (r"aten::(mm|addmm|linear)$|mkldnn.*linear", r"aten::copy_$"),
+    "nested16-dequantize-float32": (r"aten::(mm|addmm|linear)$|mkldnn.*linear", r"aten::copy_$"),
 }
 
 

@@ -83,10 +83,10 @@ class Snapshot:
     def sensors_table(self) -> pl.DataFrame:
         return self._series("sensors")
 
-    def _series(self, name: str) -> pl.DataFrame:
+    def _series(self, name: str, only: Sequence[str] | None = None) -> pl.DataFrame:
         """Raises PdqError where the file is none of this snapshot's: another kind, or another number of rows."""
         file = self.path / f"{name}.parquet"
-        table = series.read(file, series.SERIES[name], series.KEYS[name])
+        table = series.read(file, series.SERIES[name], series.KEYS[name], only)
         said = _table(self.part("series").get(name)).get("rows")
         if said is not None and said != table.height:
             raise PdqError(f"{file} is not of this snapshot: {table.height} rows, its manifest says {said}")
@@ -95,7 +95,9 @@ class Snapshot:
     @cached_property
     def requests(self) -> list[Request]:
         """The arm's requests, all of them, marked as they were (warm-up, first use, invalid, control, solo)."""
-        return series.requests_of(self.requests_table, self.tokens_table, self.label)
+        read = self.__dict__.get("tokens_table")  # whole already, where somebody looked at it
+        tokens = self._series("tokens", series.STEPS) if read is None else read
+        return series.requests_of(self.requests_table, tokens, self.label)
 
     @cached_property
     def device(self) -> DeviceInfo:

@@ -18,6 +18,7 @@ from pdq_tui.core.messages.events import (
     ArmReady,
     ArmRefused,
     ArmSwitched,
+    Canary,
     Dropped,
     Failure,
     Hello,
@@ -30,6 +31,8 @@ from pdq_tui.core.messages.events import (
     RunEnded,
     RunStarted,
     Scored,
+    Served,
+    ServeEnded,
     StageSample,
     TaskEnded,
     TuneStarted,
@@ -60,6 +63,9 @@ Event = (
     | KernelsTimed
     | Traced
     | EnergyWindow
+    | Served
+    | ServeEnded
+    | Canary
     | RunEnded
     | Note
     | Failure
