@@ -10,7 +10,8 @@ from pdq_tui.core.arms import arm_stats, counts, drift, invalid_reason, timed
 from pdq_tui.core.comparable import runners_differ
 from pdq_tui.core.evidence import flagged
 from pdq_tui.core.facts import Facts, other_load, slowed
-from pdq_tui.core.metrics import METRICS, counted
+from pdq_tui.core.footprint import footprint
+from pdq_tui.core.metrics import METRICS, counted, format_bytes
 from pdq_tui.core.pairs import blocks_of, control_intervals
 from pdq_tui.core.protocol import Request
 from pdq_tui.core.stats import LOOKS
@@ -56,6 +57,12 @@ def _arm_warnings(facts: Facts, label: str) -> list[str]:
         out.append(f"{label}: {f.stage} of {f.module} runs {f.used} instead of {f.wanted}{times}: {f.reason}")
     traced = facts.trace_of(label)
     out += [f"{label}: {text}" for text in flagged(traced.policy, traced.stages)] if traced else []
+    alone = [r for r in requests if r.kind == "solo" and r.valid and not r.cancelled]
+    beyond = footprint(ready, alone).exceeded if ready else None
+    if beyond:
+        out.append(
+            f"{label}: took {format_bytes(beyond)} more memory than was predicted and set aside for it"
+        )
     energy = facts.energy_of(label)
     if energy.flagged and energy.closure is not None:
         out.append(

@@ -19,6 +19,7 @@ from pdq_tui.core.comparable import obstacles
 from pdq_tui.core.datasheet import data_sheet
 from pdq_tui.core.energy import StageEnergy
 from pdq_tui.core.facts import Facts, clocks, collect
+from pdq_tui.core.footprint import Footprint, footprint
 from pdq_tui.core.metrics import METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, noise_floor, ratios
 from pdq_tui.core.protocol import Coverage, Request, Traced
@@ -266,6 +267,9 @@ def arm_document(facts: Facts, label: str) -> Json:
     _put_weights(out, facts, label)
     _put_summary(out, "gap_ms", stats["gap_ms"])
     _put_bytes(out, "steady_bytes", stats["steady_bytes"])
+    out["memory"] = None if ready is None else _footprint(footprint(ready, solo))
+    if ready is None:
+        out["memory_reason"] = "the engine never had it ready"
     out["memory_from"] = SOLO if solo else ONLY if _only(facts) else SHARED
     put(out, "memory_method", next((r.memory_method for r in memory_from if r.memory_method), None))
     traced = facts.trace_of(label)
@@ -285,6 +289,16 @@ def arm_document(facts: Facts, label: str) -> Json:
     out["drift"] = {}
     for metric, value in drift(requests, facts.device, facts.model).items():
         put(out["drift"], metric, value, "fewer than 6 requests")
+    return out
+
+
+def _footprint(f: Footprint) -> Json:
+    out: Json = {
+        "predicted_bytes": f.predicted, "weights_bytes": f.weights, "kv_bytes": f.kv, "reserve_bytes": f.reserve,
+    }  # fmt: skip
+    for stage, value in f.rest.items():
+        put(out, f"{stage}_rest_bytes", value, f.reason or "not measured")
+    put(out, "exceeded_bytes", f.exceeded, f.reason)
     return out
 
 
