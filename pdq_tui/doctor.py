@@ -24,6 +24,7 @@ import msgspec
 
 from pdq_tui import locations
 from pdq_tui.core.catalog import policies
+from pdq_tui.core.datasheet import data_sheet
 from pdq_tui.core.formats import default_of, formats
 from pdq_tui.core.kernels import Capability, load_kernels
 from pdq_tui.core.metrics import counted
@@ -36,6 +37,7 @@ from pdq_tui.core.protocol import (
     decode_event,
     encode,
 )
+from pdq_tui.core.tuned import in_use
 from pdq_tui.errors import PdqError
 from pdq_tui.host import demo
 from pdq_tui.host.process import worker_environment
@@ -61,12 +63,24 @@ _ENGINE: Final = """
 import json, os, sys
 out = os.dup(1); os.dup2(2, 1)
 import msgspec
+from pathlib import Path
+from pdq_tui.core.kernels import load_kernels
+from pdq_tui.engine import native, peaks, tune
 from pdq_tui.engine.device import open_device
 from pdq_tui.engine.kernels import capability
 from pdq_tui.errors import PdqError
+kind, threads, built, cache = sys.argv[1:]
 try:
-    device = open_device(sys.argv[1])
-    body = {"info": msgspec.to_builtins(device.info()), "capability": msgspec.to_builtins(capability(device, buildable=True))}
+    device = open_device(kind, None, int(threads) if threads else None)
+    info = device.info()
+    body = {"info": msgspec.to_builtins(info), "capability": msgspec.to_builtins(capability(device, buildable=True))}
+    native_kernels = native.built(Path(built)) if built else None
+    found = peaks.cached(info, Path(cache), native_kernels if info.kind == "cpu" else None)
+    body["peaks"] = None if found is None else {
+        "read_gbps": found.read_gbps, "read_method": found.read_method, "copy_gbps": found.copy_gbps,
+        "compute_tflops": found.compute_tflops,
+    }
+    body["stamp"] = tune.stamp(info, load_kernels(device.kind), native_kernels)
 except PdqError as error:
     body = {"error": error.message, "hint": error.hint}
 os.write(out, json.dumps(body).encode())
@@ -82,7 +96,15 @@ class Check(msgspec.Struct, frozen=True):
     advice: str | None = None
 
 
-def examine(device: str = "auto") -> Iterator[Check]:
+class Engine(msgspec.Struct, frozen=True):
+    """What the settings say about the engine: CPU threads, own kernels (auto, torch), tuned kernel tables (auto, off)."""
+
+    threads: int | None = None
+    kernels: str = "auto"
+    tuned: str = "auto"
+
+
+def examine(device: str = "auto", settings: Engine | None = None) -> Iterator[Check]:
     """All checks, each as soon as it is known; the first seconds go to importing torch in a child."""
     yield from versions()
     yield from paths()
@@ -90,7 +112,7 @@ def examine(device: str = "auto") -> Iterator[Check]:
     yield from terminal(os.environ, sys.stdout.isatty(), sys.stdout.encoding)
     yield from left_behind()
     yield from sensors()
-    yield from engine(device)
+    yield from engine(device, settings or Engine())
 
 
 def versions() -> Iterator[Check]:
@@ -264,11 +286,20 @@ def _decoded(line: bytes) -> Any:
         return None
 
 
-def engine(device: str) -> Iterator[Check]:
+def engine(device: str, settings: Engine) -> Iterator[Check]:
     """torch's view of the device, and which kernels fit each format there."""
     try:
         child = subprocess.run(
-            [sys.executable, "-P", "-c", _ENGINE, device],
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                _ENGINE,
+                device,
+                str(settings.threads or ""),
+                str(locations.cache_dir() / "native") if settings.kernels == "auto" else "",
+                str(locations.cache_dir()),
+            ],
             check=False,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -280,7 +311,7 @@ def engine(device: str) -> Iterator[Check]:
         text = f"torch was not there after {ENGINE_TIMEOUT_S:.0f} s"
         yield Check("engine", "fail", text, "the disk or the driver may hang")
         return
-    except ValueError:
+    except ValueError:  # no JSON: what the child printed last says why
         last = child.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
         text = f"the engine cannot be imported (exit {child.returncode}): {''.join(last)}"
         yield Check("engine", "fail", text, "install pdq-tui again (make run)")
@@ -296,7 +327,36 @@ def engine(device: str) -> Iterator[Check]:
     yield Check("engine", "ok", f"device {info['kind']}: {info['name']}{memory}{threads}")
     if info["kind"] == "cpu" and info.get("cpu") and info["cpu"] != info["name"]:
         yield Check("engine", "ok", f"CPU {info['cpu']}")
+    yield from peaks(info["name"], body.get("peaks"))
     yield from kernels(msgspec.convert(body["capability"], Capability))
+    tuned = in_use(info["kind"], body["stamp"], wanted=settings.tuned)
+    yield Check("kernels", "warn" if tuned.level == "warn" else "ok", tuned.text, tuned.hint)
+
+
+def peaks(name: str, found: Mapping[str, Any] | None) -> Iterator[Check]:
+    """What was measured of this device, beside what its data sheet promises."""
+    if found is None:
+        yield Check("peaks", "ok", "not measured yet: the first model that is loaded does, in 2 to 4 s")
+    else:
+        reads = (
+            f"reads {found['read_gbps']:.4g} GB/s ({found['read_method']})"
+            if found["read_gbps"]
+            else "reads n/a"
+        )
+        copies = f"copies {found['copy_gbps']:.4g} GB/s" if found["copy_gbps"] else "copies n/a"
+        rates = ", ".join(f"{d} {t:.3g}" for d, t in sorted(found["compute_tflops"].items()))
+        yield Check("peaks", "ok", f"measured: {reads}, {copies}; TFLOP/s: {rates or 'n/a'}")
+    sheet = data_sheet(name)
+    if sheet is None:
+        yield Check("peaks", "ok", f"no data sheet of {name} is known here")
+        return
+    rates = ", ".join(f"{d} {t:.4g}" for d, t in sorted(sheet.compute_tflops.items()))
+    share = (
+        f" ({found['read_gbps'] / sheet.read_gbps:.0%} of it read)" if found and found["read_gbps"] else ""
+    )
+    yield Check(
+        "peaks", "ok", f"data sheet of {sheet.board}: {sheet.read_gbps:.0f} GB/s{share}; TFLOP/s: {rates}"
+    )
 
 
 def kernels(capability: Capability, dtype: str = "bf16") -> Iterator[Check]:

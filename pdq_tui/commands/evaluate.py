@@ -5,9 +5,8 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-import msgspec
 import typer
 
 from pdq_tui.commands import flags
@@ -114,11 +113,11 @@ def evaluate(
     from pdq_tui.judge import traffic as traffics
     from pdq_tui.judge.evaluation import Evaluation
     from pdq_tui.judge.plan import PLANS, STAGED, STEPS, UNIFORM, Spec, Step
-    from pdq_tui.judge.verdict import verdict
-    from pdq_tui.report.evaluation import evaluation_page
-    from pdq_tui.report.tables import markdown, plain, to_ascii
+    from pdq_tui.judge.watching import Mark
+    from pdq_tui.report.evaluated import evaluated
+    from pdq_tui.report.tables import plain, to_ascii, to_json
+    from pdq_tui.report.write import write
     from pdq_tui.store import atomic
-    from pdq_tui.store.snapshot import strict_json
 
     if plan not in PLANS:
         raise UsageError(f"--plan: {plan!r} is not a legal value", f"legal: {', '.join(PLANS)}")
@@ -202,82 +201,31 @@ def evaluate(
             whole = sum(rest.values())
             now_at = (f"{number}/{len(STEPS)}", time.monotonic() + whole if rest else None)
             mine = rest.get(step.name)
+            mark.step(step.name, whole if rest else None)
             took = "" if mine is None else f" ({_about(mine)}; {_about(whole)} to the end)"
             say(f"{where}: {step.why}{took}")
         else:
             say(f"{where}: {'done before' if state == 'kept' else f'done in {seconds:.0f} s'}")
 
+    mark = Mark(evaluation.directory)
     printer.around = around
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         found = evaluation.run(watch)
     finally:
         printer.close()
-    logged = diary.read(evaluation.directory)
-    judged = verdict(evaluation.spec, found)
-    body = {
-        "schema": 1,
-        "kind": "pdq-tui evaluation",
-        "model": evaluation.spec.model,
-        "plan": evaluation.spec.plan.name,
-        "gate": evaluation.spec.gate,
-        "verdict": msgspec.to_builtins(judged),
-        "quality": _paths(found),
-        "tasks": {k: v for k, v in found.get("tasks", {}).items() if k not in ("items", "answers")},
-        "load": found.get("load"),
-        "soak": found.get("soak"),
-        "logs": found.get("logs", {}).get("counts", []),
-        "operations": [msgspec.to_builtins(e) for e in logged],
-        "abnormal": found.get("abnormal", {}).get("abnormal", []),
-        "map": found.get("confirmation", {}).get("map", []),
-        "steps": [
-            {
-                "name": t.name,
-                "status": "not reached" if t.name not in found else found[t.name].get("stop") or "done",
-            }
-            for t in STEPS
-        ],
-        "found": found,
-    }
-    page = evaluation_page(evaluation.spec, found, judged, logged)
-    data = strict_json(body)
+        mark.end()
+    source = evaluated(evaluation.spec, found, diary.read(evaluation.directory))
+    data = to_json(source)
     atomic.write_file(evaluation.directory / "evaluation.json", data, force=True)
-    atomic.write_file(
-        evaluation.directory / "report.md", markdown(page).encode("utf-8", "replace"), force=True
-    )
-    text = data.decode("utf-8") if as_json else plain(page)
+    reports = write(source, ["md", "html"], evaluation.directory, force=True)
+    text = data.decode("utf-8") if as_json else plain(source.page())
     emit(to_ascii(text) if ascii_only() and not as_json else text)
-    say(f"report: {evaluation.directory / 'report.md'}")
+    say(f"report: {', '.join(map(str, reports))}")
 
 
 def _about(seconds: float) -> str:
     return f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
-
-
-def _paths(found: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The held-out set, or the small one where the protocol stopped there: means by path, and the decode path by
-    position."""
-    paths = (found.get("quality") or found.get("small_quality") or {}).get("paths", {})
-    rows = [path for of in paths.values() for path in of]
-    return {
-        "prefill_path": [
-            {"policy": r["policy"], "kld": r["kld"]["value"], "ci95": r["kld"]["ci95"]}
-            for r in rows
-            if r["path"] == "prefill"
-        ],
-        "decode_path": [
-            {
-                "policy": r["policy"],
-                "forced": r["forced"],
-                "position": at,
-                "kld": e["value"],
-                "ci95": e["ci95"],
-            }
-            for r in rows
-            if r["path"] == "decode"
-            for at, e in r["by_position"]
-        ],
-    }
 
 
 def _targets(text: str) -> tuple[float, float]:

@@ -16,10 +16,11 @@ import msgspec
 from pdq_tui.core.arms import answers, arm_stats, counts, drift, gaps, invalid_reason, timed
 from pdq_tui.core.caveats import warnings
 from pdq_tui.core.comparable import obstacles
+from pdq_tui.core.datasheet import data_sheet
 from pdq_tui.core.facts import Facts, clocks, collect
 from pdq_tui.core.metrics import METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, noise_floor, ratios
-from pdq_tui.core.protocol import Coverage, Request
+from pdq_tui.core.protocol import Coverage, Request, Traced
 from pdq_tui.core.stats import Quantiles, Ratio, Summary, quantiles
 
 SCHEMA: Final = 1
@@ -161,6 +162,14 @@ def _device(facts: Facts) -> Json | None:
     put(out, "read_peak_gbps", d.read_peak_gbps, "no read peak was measured")
     out["read_peak_method"] = d.read_peak_method
     out["compute_peak_tflops"] = dict(d.compute_peak_tflops)
+    put(out, "copy_peak_gbps", d.copy_peak_gbps, "no copy peak was measured")
+    sheet = data_sheet(d.name)
+    put(
+        out,
+        "data_sheet",
+        msgspec.to_builtins(sheet) if sheet else None,
+        "no data sheet of this device is known",
+    )
     put(out, "last_level_cache_bytes", d.last_level_cache_bytes, "not told by this device")
     out["memory_method"] = d.memory_method
     return out
@@ -246,6 +255,7 @@ def arm_document(facts: Facts, label: str) -> Json:
             )
             wasted = [r.bytes_per_step_wasted for r in used if r.bytes_per_step_wasted is not None]
             put(part, "bytes_per_step_wasted", max(wasted, default=None), "not counted")
+        _put_work(part, stage, used)
         put(part, "energy_j_per_token", None, _NO_ENERGY)
         _put_bytes(part, "peak_bytes", stats[f"{stage}_peak_bytes"])
         covered = ready.coverage.get(stage) if ready else None
@@ -259,6 +269,13 @@ def arm_document(facts: Facts, label: str) -> Json:
     _put_bytes(out, "steady_bytes", stats["steady_bytes"])
     out["memory_from"] = SOLO if solo else ONLY if _only(facts) else SHARED
     put(out, "memory_method", next((r.memory_method for r in memory_from if r.memory_method), None))
+    traced = facts.trace_of(label)
+    put(
+        out,
+        "trace",
+        _trace(traced) if traced else None,
+        "no burst of it was profiled (run --trace, or t in 5 Kernels)",
+    )
     out["fallbacks"] = [msgspec.to_builtins(f) for f in ready.fallbacks] if ready else []
     bad = invalid_reason(requests)
     out["valid"] = bad is None and bool(used)
@@ -272,9 +289,47 @@ def arm_document(facts: Facts, label: str) -> Json:
     return out
 
 
+def _trace(t: Traced) -> Json:
+    out: Json = {"steps": t.steps, "prompt_tokens": t.prompt_tokens, "batch": t.batch, "events": t.events}
+    put(out, "path", t.path, t.path_reason or "not kept")
+    put(out, "bytes", t.bytes, t.path_reason or "not kept")
+    out["notes"] = list(t.notes)
+    out["stages"] = {}
+    for stage in t.stages:
+        part: Json = {
+            "steps": stage.steps, "where": stage.where, "trace_ms": stage.trace_ms, "between_ms": stage.between_ms,
+        }  # fmt: skip
+        put(part, "timer_ms", stage.timer_ms, "not timed")
+        put(part, "plain_ms", stage.plain_ms, "not timed")
+        put(part, "overhead", stage.overhead, "not timed")
+        put(part, "launch_bound", stage.launch_bound, stage.launch_reason or "not known")
+        part["unmatched"] = list(stage.unmatched)
+        part["kernels"] = []
+        for kernel in stage.kernels:
+            row: Json = {
+                "name": kernel.name, "category": kernel.category, "calls": kernel.calls, "ms": kernel.ms,
+                "share": kernel.share,
+            }  # fmt: skip
+            put(row, "bytes", kernel.bytes, "its operands' shapes do not tell")
+            put(row, "flops", kernel.flops, "its operands' shapes do not tell")
+            part["kernels"].append(row)
+        out["stages"][stage.stage] = part
+    return out
+
+
 def _only(facts: Facts) -> bool:
     """Whether one arm under one policy was all that the engine ever held."""
     return len(facts.labels()) <= 1 and len({r.policy_digest for r in facts.requests}) <= 1
+
+
+def _put_work(part: Json, stage: str, used: Sequence[Request]) -> None:
+    """Bytes and FLOPs of one pass, of the last request that counted: what a roofline is drawn from."""
+    done = [r for r in used if (r.prefill_flops if stage == "prefill" else r.decode_flops)]
+    last = done[-1] if done else None
+    flops = None if last is None else last.prefill_flops if stage == "prefill" else last.decode_flops
+    put(part, "flops", dict(flops) if flops else None, "no pass was counted")
+    if stage == "prefill":
+        put(part, "bytes", last.prefill_bytes if last else None, "no pass was counted")
 
 
 def _put_summary(into: Json, key: str, s: Summary) -> None:

@@ -38,6 +38,8 @@ from pdq_tui.core.messages.commands import (
     Soak,
     StartLoop,
     Stop,
+    Trace,
+    Tune,
     Watch,
 )
 from pdq_tui.core.messages.events import (
@@ -49,6 +51,7 @@ from pdq_tui.core.messages.events import (
     Dropped,
     Failure,
     Hello,
+    KernelsTimed,
     ModelReady,
     NonFinite,
     Note,
@@ -63,10 +66,12 @@ from pdq_tui.core.messages.events import (
     ServeEnded,
     StageSample,
     TaskEnded,
+    TuneStarted,
     WorkloadReady,
     WorkloadRefused,
 )
 from pdq_tui.core.messages.facts import (
+    CandidateTime,
     Coverage,
     DeviceInfo,
     Fallback,
@@ -76,6 +81,7 @@ from pdq_tui.core.messages.facts import (
     WeightsInfo,
 )
 from pdq_tui.core.messages.own import SnapshotSaved, WorkerExited, WorkerStarted
+from pdq_tui.core.messages.profiles import KernelTime, StageTrace, Traced
 from pdq_tui.core.messages.readings import CpuSample, GpuSample, SensorSample, SensorState
 
 __all__ = [
@@ -88,6 +94,7 @@ __all__ = [
     "Ask",
     "Canary",
     "CancelTask",
+    "CandidateTime",
     "Command",
     "Coverage",
     "CpuSample",
@@ -99,6 +106,8 @@ __all__ = [
     "GpuSample",
     "Hello",
     "Interleave",
+    "KernelTime",
+    "KernelsTimed",
     "KvInfo",
     "LeftModule",
     "Load",
@@ -131,9 +140,14 @@ __all__ = [
     "SnapshotSaved",
     "Soak",
     "StageSample",
+    "StageTrace",
     "StartLoop",
     "Stop",
     "TaskEnded",
+    "Trace",
+    "Traced",
+    "Tune",
+    "TuneStarted",
     "UnknownTypeError",
     "VersionError",
     "Watch",

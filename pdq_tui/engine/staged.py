@@ -108,7 +108,7 @@ class StagedModel:
         self.scratch = Scratch()
         self.caller = Caller(skeleton)
         self.attention_name = attention_name
-        self.layers, self._table = layers, kernels
+        self.layers, self.kernels = layers, kernels
         self.compiler = LayerCompiler(locations.cache_dir() / "inductor")
         self._arms: weakref.WeakSet[StagedArm] = weakref.WeakSet()
         self._views: weakref.WeakValueDictionary[tuple[Any, ...], View] = weakref.WeakValueDictionary()
@@ -167,12 +167,14 @@ class StagedModel:
         policy: Policy,
         *,
         rows: Iterable[int],
+        request: tuple[int, int] | None = None,
         hard: bool = False,
         progress: Progress | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> StagedArm:
         """Pack what is missing and return the arm, ready to start.
 
+        request: (batch, capacity) of the workload; its KV cache, and those of the other arms, have to fit as well.
         progress(done bytes, total bytes, label) before each layer; ``cancelled`` is asked at least every few million
         weights. Raises Cancelled (what is packed stays), UnfitError where it does not fit (before anything is packed),
         and whatever ``plan`` raises.
@@ -184,7 +186,10 @@ class StagedModel:
         wanted = _wanted(self._placements(policy, rows))
         live = {key for arm in self._arms for key in arm.keys}
         self.prober.try_caches(self.caches.own_kernels(policy.kv), self.dtype, cancelled, progress)
-        self.store.check_fit(plan.new_bytes, live | set(wanted), self.device.free_bytes())
+        beside = max(0, plan.weights.scratch_bytes - self.scratch.nbytes)
+        if request is not None:
+            beside += self.caches.new_bytes({policy.kv, *(arm.policy.kv for arm in self._arms)}, *request)
+        self.store.check_fit(plan.new_bytes, live | set(wanted), self.device.free_bytes(), beside)
         packed = self.store.pack_missing(wanted, progress, cancelled)
         arm = StagedArm(self, policy, plan, rows, frozenset(wanted), resident=packed == 0)
         arm.prepare(progress, cancelled)
@@ -283,7 +288,7 @@ class StagedModel:
             return "eager", "asked for"
         if self.attention_name != "pdq":
             return "eager", f"attention {self.attention_name}"
-        choice = self._table.runner(stage, self.capability)
+        choice = self.kernels.runner(stage, self.capability)
         return choice.runner, "; ".join(choice.reasons) or None
 
     def _compile(self, view: View, rows: int, progress: Progress, cancelled: Callable[[], bool]) -> None:

@@ -159,6 +159,16 @@ class Conversation:
         self._supervisor.send(command)
         return self._supervisor.vanish(timeout_s)
 
+    def tune(self, command: p.Tune, seen: Callable[[Any], object]) -> p.RunEnded:
+        """``seen`` is called with every event, so that what was measured before an interrupt is there."""
+        return self._ended(command, seen)
+
+    def trace(self, command: p.Trace) -> p.Traced:
+        """Kernels of one burst; what failed is in it."""
+        self._supervisor.send(command)
+        done: p.Traced = self._until(p.Traced, lambda e: bool(e.arm == command.arm))
+        return done
+
     def _ended(self, command: p.Message, seen: Callable[[Any], object] = lambda e: None) -> p.RunEnded:
         self._supervisor.send(command)
         ended: p.RunEnded = self._until(p.RunEnded, seen=seen)

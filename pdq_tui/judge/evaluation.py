@@ -125,6 +125,11 @@ class Evaluation:
                 break
         return self.found
 
+    def kept(self) -> dict[str, Json]:
+        """What the steps that are done found, in their order. Raises PdqError where one is damaged."""
+        found = ((step.name, self._kept(step)) for step in STEPS)
+        return {name: body for name, body in found if body is not None}
+
     def _file(self, step: Step) -> Path:
         return self.directory / "steps" / f"{step.name}.json"
 

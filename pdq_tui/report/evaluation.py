@@ -11,6 +11,7 @@ from pdq_tui.core.metrics import METRICS, MISSING, format_bytes
 from pdq_tui.core.policy import Policy
 from pdq_tui.judge.diary import Entry
 from pdq_tui.judge.plan import STEPS, Spec
+from pdq_tui.judge.scenarios import Card, cards
 from pdq_tui.judge.soak import words
 from pdq_tui.judge.verdict import Verdict, break_even_sentences
 from pdq_tui.report.page import Page, Table
@@ -64,6 +65,7 @@ def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict, logged: S
         tables.append(_abnormal(found["abnormal"]))
     if "soak" in found:
         tables.append(_soak(found["soak"]))
+    tables.append(_scenarios(cards(spec, found, v)))
     if "conditions" in found:
         tables.append(_cost(spec, found["conditions"]))
     if logged:
@@ -295,6 +297,16 @@ def _cell(cell: Json) -> str:
     ci = cell["ci95"]
     clear = "*" if ci and (ci[0] > 0 or ci[1] < 0) else ""
     return f"{cell['delta_ms']:+.0f}{clear}{'~' if cell['extrapolated'] else ''}"
+
+
+def _scenarios(found: Sequence[Card]) -> Table:
+    return Table(
+        title="four situations",
+        columns=["situation", "speaks", "because"],
+        rows=[[c.name, c.says, c.because] for c in found],
+        left=3,
+        footer=["each from what was measured alone; the verdict weighs your traffic"],
+    )
 
 
 def _tasks(t: Json) -> Table:
@@ -559,11 +571,11 @@ def _confounders(spec: Spec, found: Mapping[str, Json]) -> Table:
     c = found.get("confirmation", {})
     other = c.get("other_load")
     load = "not seen by the sensors" if other is None else f"others had {other:.0%} of the CPU time (median)"
-    kv = sorted({f"{p.kv.prefill}/{p.kv.decode}" for p in spec.policies})
+    kv = sorted({p.kv.label for p in spec.policies})
     drifted = sum("drifted" in w for w in c.get("warnings", []))
     rows = [
         ["allocation of resources", "one process, the same threads, policies take turns in blocks", load],
-        ["cache policy", f"KV of prefill/decode: {', '.join(kv)} in all policies", "excluded" if len(kv) == 1 else "not excluded"],
+        ["cache policy", f"KV cache {', '.join(kv)}" + (" in all policies" if len(kv) == 1 else ", by policy"), "excluded" if len(kv) == 1 else "not excluded"],
         ["data size", "one prompt length, the built-in texts", "not excluded: one length"],
         ["concurrency model", f"batch {spec.workload.batch}, one at a time", _loaded(found)],
         [

@@ -16,6 +16,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from pdq_tui.engine import native, prefill_native
+
 VOCAB = 128
 
 
@@ -65,6 +67,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def own_kernels_only_where_asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that one module has loaded stays in the process: other modules' tests shall not depend on their order.
+    Those that want it have a fixture ``library``."""
+    if "library" not in request.fixturenames:
+        monkeypatch.setattr(native, "loaded", lambda: None)
+        monkeypatch.setattr(native, "identity", lambda: None)
+        monkeypatch.setattr(prefill_native, "_op", lambda: None)
 
 
 @pytest.fixture(scope="session")

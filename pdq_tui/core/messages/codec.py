@@ -21,6 +21,7 @@ from pdq_tui.core.messages.events import (
     Dropped,
     Failure,
     Hello,
+    KernelsTimed,
     ModelReady,
     Note,
     Pong,
@@ -33,10 +34,12 @@ from pdq_tui.core.messages.events import (
     ServeEnded,
     StageSample,
     TaskEnded,
+    TuneStarted,
     WorkloadReady,
     WorkloadRefused,
 )
 from pdq_tui.core.messages.own import SnapshotSaved, WorkerExited, WorkerStarted
+from pdq_tui.core.messages.profiles import Traced
 from pdq_tui.core.messages.readings import SensorSample, SensorState
 from pdq_tui.errors import PdqError
 
@@ -55,6 +58,9 @@ Event = (
     | Request
     | Scored
     | Answered
+    | TuneStarted
+    | KernelsTimed
+    | Traced
     | Served
     | ServeEnded
     | Canary

@@ -14,6 +14,7 @@ class Load(Message):
 
     ``layers``: "auto" runs decoder layers as the kernel table says (compiled where it can), "eager" never compiles.
     ``kernels``: "auto" builds and uses the project's own CPU kernels where it can, "torch" does not.
+    ``tuned``: "auto" puts first what ``Tune`` found on this machine, where its stamp fits; "off" does not.
     """
 
     model: str
@@ -29,6 +30,7 @@ class Load(Message):
     attention: str = "pdq"
     layers: str = "eager"
     kernels: str = "torch"
+    tuned: str = "off"
 
 
 class SetArm(Message):
@@ -122,6 +124,32 @@ class Ask(Message):
     task: str = "ask"
 
 
+class Tune(Message):
+    """Measure the kernel candidates for the loaded model's linear layers. Answered by ``TuneStarted``, a ``KernelsTimed`` a
+    format, layer shape and row count, and ``RunEnded``; ``Stop`` ends it between two samples.
+
+    formats  labels of formats (``core.formats.of_label``).
+    seconds  measuring time a format, shape and row count at most, once every candidate has its least number of samples.
+    """
+
+    formats: list[str]
+    rows: list[int]
+    seconds: float = 0.4
+    seed: int = 0
+
+
+class Trace(Message):
+    """Run ``arm`` once under torch's profiler, one prefill and ``steps`` decode steps, beside every measurement: in a
+    loop it comes between two requests, in a measurement after its end. Answered by ``Traced``.
+
+    folder  where the trace is written, in a directory of its own; None: it is read and not kept
+    """
+
+    arm: str
+    steps: int = 4
+    folder: str | None = None
+
+
 class Serve(Message):
     """Serve ``arm`` under load by transformers' continuous batching, each step's stage by the requests' state. Answered by
     a ``Served`` a request, one ``ServeEnded``, then ``RunEnded``.
@@ -198,6 +226,8 @@ Command = (
     | RunBlocks
     | Score
     | Ask
+    | Tune
+    | Trace
     | Serve
     | Soak
     | Stop

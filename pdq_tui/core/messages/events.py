@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from pdq_tui.core.messages.base import Message
-from pdq_tui.core.messages.facts import Coverage, DeviceInfo, Fallback, KvInfo, ModelInfo, WeightsInfo
+from pdq_tui.core.messages.facts import (
+    CandidateTime,
+    Coverage,
+    DeviceInfo,
+    Fallback,
+    KvInfo,
+    ModelInfo,
+    WeightsInfo,
+)
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.workload import Workload
 
@@ -133,6 +141,7 @@ class Request(Message):
     ``itl_ms`` holds every decode step; its sum is decode_ms. ``tpot_ms`` = decode_ms / (steps), null for N < 2.
     ``prefill_bound_ms`` and ``decode_bound_ms`` (mean per step) are the hardware limits of the operators that ran:
     sum of max(bytes / read peak, FLOPs / peak of the dtype), see ``core.roofline``; null without measured peaks.
+    ``decode_flops`` are those of the mean step, as ``bytes_per_step`` are its bytes.
     ``prompt_tokens`` are real tokens over the batch, ``padded_tokens`` the padding beside them.
     ``output_tokens`` are per row. ``peak_*`` are per-stage high-water marks by ``memory_method``.
     ``valid`` False with ``invalid_reason``: may be shown, never ranked.
@@ -168,6 +177,7 @@ class Request(Message):
     bytes_per_step: int | None = None
     bytes_per_step_wasted: int | None = None
     prefill_flops: dict[str, float] = msgspec.field(default_factory=dict)
+    decode_flops: dict[str, float] = msgspec.field(default_factory=dict)
     prefill_bytes: int | None = None
     prefill_bound_ms: float | None = None
     decode_bound_ms: float | None = None
@@ -236,6 +246,40 @@ class Answered(Message):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     seconds: float = 0.0
+
+
+class TuneStarted(Message):
+    """``stamp``: what the times will depend on, by ``core.tuned.STAMP``. ``cells``: how many ``KernelsTimed`` will come.
+    ``refused``: label of a format → why nothing runs it on this device."""
+
+    device: str
+    stamp: dict[str, str]
+    dtype: str
+    cells: int
+    refused: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class KernelsTimed(Message):
+    """The candidates of one format on one layer shape and row count, never dropped.
+
+    K               in features, columns of padding included; ``layers``: how many layers have this shape
+    rows_low, _high the row counts that ``rows`` stands for
+    own_error       the format's own error; None where no exact product of it exists here, and the least of the
+                    candidates' errors stands in
+    rotating_bytes  weights that were read in turn, so that no cache serves them all
+    """
+
+    format: str
+    dtype: str
+    N: int
+    K: int
+    layers: int
+    rows: int
+    rows_low: int
+    rows_high: int
+    times: list[CandidateTime]
+    own_error: float | None = None
+    rotating_bytes: int = 0
 
 
 class Served(Message):

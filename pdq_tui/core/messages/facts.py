@@ -31,6 +31,7 @@ class ModelInfo(msgspec.Struct, kw_only=True):
 
 class DeviceInfo(msgspec.Struct, kw_only=True):
     """``uuid`` and ``bus_id`` are None on CPU. ``features``: of ``core.kernels.FEATURES``, None where nobody looked.
+    ``copy_peak_gbps`` counts what is read and what is written. ``driver``: version of the device's driver.
     ``memory_bytes`` is the device's (or the cgroup's / machine's) total."""
 
     kind: str
@@ -50,6 +51,8 @@ class DeviceInfo(msgspec.Struct, kw_only=True):
     read_peak_gbps: float | None = None
     read_peak_method: str = ""
     compute_peak_tflops: dict[str, float] = msgspec.field(default_factory=dict)
+    copy_peak_gbps: float | None = None
+    driver: str | None = None
 
 
 class LeftModule(msgspec.Struct, kw_only=True):
@@ -86,6 +89,28 @@ class Fallback(msgspec.Struct, kw_only=True):
     used: str
     reason: str
     modules: int = 1
+
+
+class CandidateTime(msgspec.Struct, kw_only=True):
+    """One candidate on one layer shape and row count.
+
+    us        median microseconds of one call; ``us_low`` and ``us_high`` are quartiles, ``n`` samples
+    error     relative error (Frobenius) against the float64 product with the unrounded weights
+    excluded  why it may not win; None where it may
+    best      the fastest of its layout
+    shipped   what the kernel tables put first for this layer and row count
+    """
+
+    kernel: str
+    layout: str
+    us: float | None = None
+    us_low: float | None = None
+    us_high: float | None = None
+    n: int = 0
+    error: float | None = None
+    excluded: str | None = None
+    best: bool = False
+    shipped: bool = False
 
 
 class WeightsInfo(msgspec.Struct, kw_only=True):
