@@ -126,6 +126,21 @@ def confirmation() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def tasks() -> dict[str, Any]:
+    gate = {
+        "name": "quality: drop on the task set", "limit": "≤ 3.0 % (upper bound)", "measured": "+0.5% [-1.0%, +2.0%]",
+        "result": "pass", "reason": None,
+    }  # fmt: skip
+    figures = {
+        "base": 0.62, "policy": 0.615, "drop": 0.005, "drop_ci95": [-0.01, 0.02], "lost": 3, "gained": 2, "mcnemar_p": 1.0,
+        "detectable": 0.03, "changed": 9, "length": 1.01, "kinds": {"facts": {"base": 0.8, "policy": 0.79}}, "gates": [gate],
+    }  # fmt: skip
+    return {
+        "seconds": 55.0, "stop": None, "set": "built in", "asked": 200, "refused": 0, "chat_template": True,
+        "policies": {STAGED: figures},
+    }  # fmt: skip
+
+
 def abnormal() -> dict[str, Any]:
     def case(name: str) -> dict[str, Any]:
         return {
@@ -146,6 +161,7 @@ def found() -> dict[str, Any]:
         "small_quality": scored(),
         "confirmation": confirmation(),
         "quality": scored(),
+        "tasks": tasks(),
         "abnormal": abnormal(),
     }
     return {step.name: made[step.name] for step in STEPS if step.name in made}
