@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from pdq_tui.core.kernels import KernelTable
 from pdq_tui.core.messages.profiles import StageTrace
+
+if TYPE_CHECKING:  # the app's first screen tells what was flagged, and needs no kernel tables for it
+    from pdq_tui.core.kernels import KernelTable
 
 #: op → what must be among the operators of a stage that runs it: one pattern of each tuple, each at least once a layer
 #: and pass.
@@ -37,6 +39,17 @@ OPERATORS: Final[dict[str, tuple[str, ...]]] = {
     "native-int8": (r"pdq_native::int8",),
     "native-w8a8": (r"pdq_native::int8",),
     "native-int4": (r"pdq_native::int4",),
+    "native-w4a8": (r"pdq_native::int4",),
+    "native-int4-dequantize": (r"aten::(mm|addmm|linear)$|mkldnn.*linear", r"pdq_native::widen_int4"),
+    "native-int4-dequantize-float32": (r"aten::(mm|addmm|linear)$|mkldnn.*linear", r"pdq_native::widen_int4"),
+    "native-nested16": (r"pdq_native::nested",),
+    "native-nested16-dequantize": (r"aten::(mm|addmm|linear)$|mkldnn.*linear", r"pdq_native::widen_nested"),
+    "native-nested16-dequantize-float32": (
+        r"aten::(mm|addmm|linear)$|mkldnn.*linear",
+        r"pdq_native::widen_nested",
+    ),
+    "nested16-dequantize": (r"aten::(mm|addmm|linear)$|mkldnn.*linear", r"aten::copy_$"),
+    "nested16-dequantize-float32": (r"aten::(mm|addmm|linear)$|mkldnn.*linear", r"aten::copy_$"),
 }
 
 

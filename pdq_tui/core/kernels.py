@@ -295,22 +295,23 @@ class KernelTable(msgspec.Struct, frozen=True):
         ``beside``: what the other stage makes of the same bytes; layouts that it cannot read are left out, and both
         stages' best candidates count, so that each stage finds the same order.
         """
-        uses = [use, beside] if beside else [use]
-        ranks = [self._layout_ranks(each, N, K, dtype, capability) for each in uses]
+        ranks = [
+            self._layout_ranks(each, N, K, dtype, capability) for each in ([use, beside] if beside else [use])
+        ]
         common = set.intersection(*(set(found) for found in ranks))
-        costs = [self._layout_costs(each, N, K, dtype) for each in uses]
-        cost = {layout: sum(found.get(layout, math.inf) for found in costs) for layout in common}
-        equal = min(cost.values(), default=math.inf) + TIE
-        order = {layout: 0.0 if cost[layout] <= equal else cost[layout] for layout in common}
+        measured: dict[str, float] = {}
+        if self.tuned is not None:
+            measured = self.tuned.costs([use.format, *([beside.format] if beside else [])], dtype, N, K)
+        equal = min(measured.values(), default=0.0) + TIE
+        costs = {layout: measured.get(layout, math.inf) for layout in common}
         return sorted(
-            common, key=lambda layout: (order[layout], sum(found[layout] for found in ranks), layout)
+            common,
+            key=lambda layout: (
+                0.0 if costs[layout] <= equal else costs[layout],
+                sum(found[layout] for found in ranks),
+                layout,
+            ),
         )
-
-    def _layout_costs(self, use: Use, N: int, K: int, dtype: str) -> dict[str, float]:
-        """Measured times of the layouts, of the best kernel of each; nothing of a use that is not the fastest one."""
-        if self.tuned is None or use.widened:
-            return {}
-        return self.tuned.costs(use.format, dtype, N, K)
 
     def _layout_ranks(self, use: Use, N: int, K: int, dtype: str, capability: Capability) -> dict[str, int]:
         found: dict[str, int] = {}

@@ -187,6 +187,21 @@ class KvGeometry(msgspec.Struct, frozen=True):
         beside = self.layers * self.sequence_layer_bytes(kv) if stage == "decode" else 0
         return held * self.layer_bytes(kv, stage) + beside
 
+    def buffer_bytes(self, kv: KvPolicy, batch: int, capacity: int, *, windows: bool = True) -> int:
+        """Of the buffers of ``batch`` sequences of up to ``capacity`` positions, which stay from request to request.
+        ``windows``: sliding layers keep no more than theirs."""
+        slots = sum(min(capacity, (window if windows else None) or capacity) for window in self.windows)
+        return batch * slots * self.layer_bytes(kv, "decode")
+
+    def handoff_bytes(self, kv: KvPolicy, batch: int, capacity: int) -> int:
+        """The most that a request takes beside the buffers at one time: what prefill wrote for the hand-off, let go layer
+        by layer while each layer's channels are taken."""
+        if kv.convert != "handoff":
+            return 0
+        waiting = batch * capacity * self.layer_bytes(kv, "prefill")
+        channels = batch * self.sequence_layer_bytes(kv)
+        return max(self.layers * waiting + channels, waiting + self.layers * channels)
+
 
 def windows_of(
     layers: int, window: int | None, used: bool | None, kinds: Sequence[str] | None

@@ -357,15 +357,15 @@ def by_category(stage: StageTrace) -> dict[str, float]:
 # -- what a kernel is --------------------------------------------------------------------------------------------------
 
 _ATTENTION: Final = re.compile(
-    r"attention|flash|fmha|sdpa|softmax|pdq_native::causal|aten::bmm|aten::baddbmm", re.IGNORECASE
+    r"attention|flash|fmha|sdpa|softmax|pdq_native::(causal|attend)|aten::bmm|aten::baddbmm", re.IGNORECASE
 )
 _PRODUCT: Final = re.compile(
     r"aten::(mm|addmm|_int_mm|_scaled_mm|_weight_int[48]pack_mm\w*)$|mkldnn::_?linear\w*|mkldnn_linear"
-    r"|pdq_native::(dense|int8|int4)|bitsandbytes::(gemm_4bit|gemv_4bit|int8_\w*mm\w*|int8_linear\w*|int8_mixed\w*)"
+    r"|pdq_native::(dense|int8|int4|nested)|bitsandbytes::(gemm_4bit|gemv_4bit|int8_\w*mm\w*|int8_linear\w*|int8_mixed\w*)"
     r"|gemm|gemv|tinygemm|cutlass|xmma|nvjet|wgmma",
     re.IGNORECASE,
 )
-_DEQUANTIZE: Final = re.compile(r"dequant|unpack", re.IGNORECASE)
+_DEQUANTIZE: Final = re.compile(r"dequant|unpack|pdq_native::widen", re.IGNORECASE)
 _QUANTIZE: Final = re.compile(r"(?<!de)quant|int8_vectorwise", re.IGNORECASE)
 _COPY: Final = re.compile(
     r"copy|memcpy|memset|aten::(to|cat|contiguous|clone|fill_|zero_|embedding|index_select|gather|item|_local_scalar_dense)$",
@@ -374,7 +374,7 @@ _COPY: Final = re.compile(
 _SAMPLING: Final = re.compile(r"argmax|aten::max$|multinomial|topk|isfinite", re.IGNORECASE)
 #: Ops that widen the weights before a dense product, and those that round the activations.
 _WIDENS: Final = ("dequantize", "plain", "linear-float32", "bnb4")
-_ROUNDS: Final = ("w8a8", "llm-int8")
+_ROUNDS: Final = ("w8a8", "w4a8", "llm-int8")
 
 
 def category(name: str, within: Sequence[str] = (), rows: int | None = None) -> str:
@@ -382,7 +382,7 @@ def category(name: str, within: Sequence[str] = (), rows: int | None = None) -> 
     linear = next((w.removeprefix(LINEAR) for w in within if w.startswith(LINEAR)), None)
     if SAMPLE in within:
         return "sampling"
-    if KV in within:
+    if KV in within or name == "pdq_native::put":
         return "KV"
     if _ATTENTION.search(name) or (linear is None and any(_ATTENTION.search(w) for w in within)):
         # What an attention operator of ours copies is the new position into the cache.
@@ -426,7 +426,7 @@ _PLACES: Final = {
     "aten::mm": (0, 1, False), "aten::_int_mm": (0, 1, False), "aten::_scaled_mm": (0, 1, False),
     "aten::addmm": (1, 2, False), "aten::_weight_int8pack_mm": (0, 1, True),
     "aten::_weight_int4pack_mm_for_cpu": (0, 1, True), "pdq_native::dense": (0, 1, True),
-    "pdq_native::int8": (0, 1, True), "pdq_native::int4": (0, 1, True), "aten::linear": (0, 1, True),
+    "pdq_native::int8": (0, 1, True), "pdq_native::int4": (0, 1, True), "pdq_native::nested": (0, 1, True), "aten::linear": (0, 1, True),
 }  # fmt: skip
 
 

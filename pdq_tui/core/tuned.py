@@ -91,12 +91,7 @@ def label_of(fmt: Format) -> str:
     return "dense" if fmt.dense else fmt.label
 
 
-def _storage(label: str) -> str:
-    """What names the packed bytes of a format: those that share bytes share a layout."""
-    return "dense" if label == "dense" else of_label(label).storage_key
-
-
-_Shape = tuple[str, str, int, int]  # format (or storage), dtype, N, K
+_Shape = tuple[str, str, int, int]  # format, dtype, N, K
 
 
 @dataclass(frozen=True)
@@ -108,12 +103,10 @@ class TunedTable:
     winners: tuple[Winner, ...] = ()
     made: str = ""
     _by_shape: dict[_Shape, list[Winner]] = field(default_factory=dict, repr=False, compare=False)
-    _by_storage: dict[_Shape, list[Winner]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for w in self.winners:
             self._by_shape.setdefault((w.format, w.dtype, w.N, w.K), []).append(w)
-            self._by_storage.setdefault((_storage(w.format), w.dtype, w.N, w.K), []).append(w)
 
     def kernel(self, fmt: Format, dtype: str, N: int, K: int, rows: int, layout: str | None) -> str | None:
         """The kernel to be tried first for this layer, row count and layout (None: the fastest of all); None where
@@ -125,14 +118,14 @@ class TunedTable:
         ]
         return min(found, key=lambda w: w.us).kernel if found else None
 
-    def costs(self, fmt: Format, dtype: str, N: int, K: int) -> dict[str, float]:
-        """Layout → how much slower than the best layout it is, as the mean logarithm over what was measured. A layout
-        is one for both stages, and for all formats that share its bytes, so all their rows count alike; one in
-        which something has no kernel is left out."""
-        storage = "dense" if fmt.dense else fmt.storage_key
+    def costs(self, formats: Sequence[Format], dtype: str, N: int, K: int) -> dict[str, float]:
+        """Layout → how much slower than the best layout it is, as the mean logarithm over what was measured. A layout is
+        one for all ``formats``, which share the bytes, and for both stages, so all their rows count alike; one in which
+        something was measured and has no kernel is left out."""
         by_case: dict[tuple[str, tuple[int, int]], dict[str, float]] = {}
-        for w in self._by_storage.get((storage, dtype, N, K), ()):
-            by_case.setdefault((w.format, w.rows), {})[w.layout] = w.us
+        for label in dict.fromkeys(map(label_of, formats)):
+            for w in self._by_shape.get((label, dtype, N, K), ()):
+                by_case.setdefault((label, w.rows), {})[w.layout] = w.us
         layouts = {layout for case in by_case.values() for layout in case}
         return {
             layout: sum(math.log(case[layout] / min(case.values())) for case in by_case.values())
@@ -181,7 +174,8 @@ def read_tuned(path: Path) -> TunedTable | None:
         body = msgspec.convert(doc, _File, strict=True)
         winners = tuple(w.winner() for w in body.best)
         for winner in winners:
-            _storage(winner.format)
+            if winner.format != "dense":
+                of_label(winner.format)
     except (msgspec.ValidationError, ValueError, UsageError) as error:
         raise UsageError(f"{path}: {error}", "`pdq-tui tune` writes it anew") from error
     return TunedTable(body.device, body.stamp, winners, body.made)

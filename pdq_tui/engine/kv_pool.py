@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -61,6 +62,17 @@ class KvPool:
             kept[key] = found
         kept.move_to_end(key)
         return found
+
+    def new_bytes(self, kvs: Iterable[KvPolicy], batch: int, capacity: int) -> int:
+        """What requests of (batch, capacity) under these policies, one at a time, will take beside what is kept."""
+        geometry, own = self.shape.geometry, self.own_attention
+        wanted = set(kvs)
+        buffers = sum(
+            geometry.buffer_bytes(kv, batch, capacity, windows=own)
+            for kv in wanted
+            if (batch, capacity) not in self._caches.get(kv, ())
+        )
+        return buffers + max((geometry.handoff_bytes(kv, batch, capacity) for kv in wanted), default=0)
 
     def clear(self) -> None:
         self._caches.clear()

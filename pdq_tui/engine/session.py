@@ -20,6 +20,7 @@ from pdq_tui.core.tuned import in_use
 from pdq_tui.engine import faults, native, quality, trace, tune
 from pdq_tui.engine.asking import Asker
 from pdq_tui.engine.bench import Bench, Control
+from pdq_tui.engine.canary import Canaries
 from pdq_tui.engine.cancel import Cancelled, check
 from pdq_tui.engine.channel import Inbox
 from pdq_tui.engine.device import Device, open_device
@@ -27,6 +28,7 @@ from pdq_tui.engine.loader import LoadedModel, load_model
 from pdq_tui.engine.peaks import peaks
 from pdq_tui.engine.prompts import prepare
 from pdq_tui.engine.runner import Arm, RequestFailedError
+from pdq_tui.engine.serving import Serving
 from pdq_tui.engine.staged import StagedArm, StagedModel
 from pdq_tui.errors import PdqError, UsageError
 
@@ -81,6 +83,10 @@ class Session:
                 case p.Tune():
                     stage = "tune"
                     self._run(number, lambda bench, control: self._tune(control, command))
+                case p.Serve():
+                    self._run(number, lambda bench, control: self._serve(bench, control, command))
+                case p.Soak():
+                    self._run(number, lambda bench, control: self._soak(bench, control, command))
                 case _:
                     self.send(p.Note(level="warn", text=f"the engine has no use for {stage}"))
         except RequestFailedError as failed:
@@ -181,7 +187,7 @@ class Session:
                 cache = Path(command.cache_dir) if command.cache_dir else locations.cache_dir()
                 found = peaks(device, info, cache, self._progress("load", "probes"), cancelled)
                 info.read_peak_gbps, info.read_peak_method = found.read_gbps, found.read_method
-                info.compute_peak_tflops = dict(found.compute_tflops)
+                info.compute_peak_tflops, info.copy_peak_gbps = dict(found.compute_tflops), found.copy_gbps
                 self.staged = StagedModel(
                     model.skeleton,
                     model.masters,
@@ -240,7 +246,12 @@ class Session:
         if self.staged is None or self.bench is None:
             raise UsageError("no model is loaded")
         ready = self.staged.apply(
-            policy, rows=self._rows(), hard=hard, progress=self._progress("pack", "B"), cancelled=cancelled
+            policy,
+            rows=self._rows(),
+            request=self._request(),
+            hard=hard,
+            progress=self._progress("pack", "B"),
+            cancelled=cancelled,
         )
         self.bench.set_arm(Arm(label, policy, ready), packed_anew=not ready.resident)
         self.ready[label], self.hard[label] = ready, hard
@@ -283,11 +294,18 @@ class Session:
         rows = {batch.rows for batch in prepared.batches}
         return tuple(sorted(rows | {batch.rows * batch.width for batch in prepared.batches}))
 
+    def _request(self) -> tuple[int, int] | None:
+        """(batch, capacity) of the largest request, None where there is no workload yet."""
+        prepared = self.bench.prepared if self.bench is not None else None
+        if prepared is None:
+            return None
+        return max(batch.rows for batch in prepared.batches), prepared.capacity
+
     def _set_workload(self, number: int, command: p.SetWorkload) -> None:
         try:
             if self.model is None or self.bench is None:
                 raise UsageError("no model is loaded")
-            before = self._rows()
+            before = self._rows(), self._request()
             prepared = prepare(command.workload, self.model.tokenizer, self.model.info, prompt_sets.built_in)
         except PdqError as error:
             self.send(p.WorkloadRefused(reason=error.message, hint=error.hint))
@@ -304,8 +322,8 @@ class Session:
                 notes=prepared.notes,
             )
         )
-        if self._rows() != before:
-            # Kernels are chosen by row count: the arms are checked again for the new ones.
+        if (self._rows(), self._request()) != before:
+            # Kernels are chosen by row count, and a longer request needs more memory: the arms are checked again.
             for label, arm in list(self.bench.arms.items()):
                 self._set_arm(
                     number, p.SetArm(arm=label, policy=arm.policy, hard=self.hard.get(label, False))
@@ -407,6 +425,45 @@ class Session:
         except PdqError as error:
             done = p.Traced(arm=command.arm, policy="", failed=error.message)
         self.send(done)
+
+    def _serve(self, bench: Bench, control: Control, command: p.Serve) -> None:
+        assert self.model is not None and self.staged is not None
+        progress = self._progress("serve", "s")
+        try:
+            with Serving(
+                self.staged, self.model, bench.arm(command.arm), command, control.stopped
+            ) as serving:
+                done = 0
+                for event in serving.run(control.stopped, progress):
+                    self.send(event)
+                    done += isinstance(event, p.Served)
+        except Cancelled:
+            self.send(p.RunEnded(reason="stopped", requests=0))
+            return
+        self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
+
+    def _soak(self, bench: Bench, control: Control, command: p.Soak) -> None:
+        assert self.model is not None and self.device is not None
+        prompts = [batch.ids[:1] for batch in bench.prompts()[: command.canary_prompts]]
+        canaries = Canaries(self.device, bench.arm(command.arm), prompts, command)
+        bench.warm_up(command.arm, control.stopped)
+        begin = time.monotonic()
+        self.send(canaries.sing())
+        done, sung = 0, 0.0
+        while not control.stopped() and (at := time.monotonic() - begin) < command.seconds:
+            if at - sung >= command.canary_every_s:
+                sung = at
+                self.send(canaries.sing())
+            self.send(
+                p.Progress(
+                    task="soak", label=f"{command.arm}: soak", done=at, total=command.seconds, unit="s"
+                )
+            )
+            bench.request(command.arm, done, "soak", control.stopped)
+            done += 1
+        if not control.stopped():
+            self.send(canaries.sing())
+        self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
 
     def _between(self) -> bool:
         """Carry out the arms, workloads and bursts that wait; True where something else waits, which ends the loop."""

@@ -167,12 +167,14 @@ class StagedModel:
         policy: Policy,
         *,
         rows: Iterable[int],
+        request: tuple[int, int] | None = None,
         hard: bool = False,
         progress: Progress | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> StagedArm:
         """Pack what is missing and return the arm, ready to start.
 
+        request: (batch, capacity) of the workload; its KV cache, and those of the other arms, have to fit as well.
         progress(done bytes, total bytes, label) before each layer; ``cancelled`` is asked at least every few million
         weights. Raises Cancelled (what is packed stays), UnfitError where it does not fit (before anything is packed),
         and whatever ``plan`` raises.
@@ -184,7 +186,10 @@ class StagedModel:
         wanted = _wanted(self._placements(policy, rows))
         live = {key for arm in self._arms for key in arm.keys}
         self.prober.try_caches(self.caches.own_kernels(policy.kv), self.dtype, cancelled, progress)
-        self.store.check_fit(plan.new_bytes, live | set(wanted), self.device.free_bytes())
+        beside = max(0, plan.weights.scratch_bytes - self.scratch.nbytes)
+        if request is not None:
+            beside += self.caches.new_bytes({policy.kv, *(arm.policy.kv for arm in self._arms)}, *request)
+        self.store.check_fit(plan.new_bytes, live | set(wanted), self.device.free_bytes(), beside)
         packed = self.store.pack_missing(wanted, progress, cancelled)
         arm = StagedArm(self, policy, plan, rows, frozenset(wanted), resident=packed == 0)
         arm.prepare(progress, cancelled)
@@ -249,6 +254,33 @@ class StagedModel:
                 self._compile(view, rows, progress, cancelled)
             self._views[key] = view
         return view
+
+    def serving_views(
+        self,
+        policy: Policy,
+        chunk: int,
+        rows: int,
+        attention_name: str,
+        progress: Progress = lambda *_: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> dict[Stage, PreTrainedModel]:
+        """Models of both stages for another engine's batches: up to ``chunk`` prompt tokens, or ``rows`` sequences of one
+        token, by another attention. Eager: their shapes change with every step. Packs what is missing; raises Cancelled,
+        and UnfitError where it does not fit."""
+        by_stage: dict[Stage, list[Placement]] = {
+            "prefill": self.planner.placements(policy, "prefill", chunk, rows),
+            "decode": self.planner.placements(policy, "decode", rows, rows),
+        }
+        wanted = _wanted(by_stage)
+        live = {key for arm in self._arms for key in arm.keys} | set(wanted)
+        self.store.check_fit(self.store.new_bytes(wanted), live, self.device.free_bytes())
+        self.store.pack_missing(wanted, progress, cancelled)
+        return {
+            stage: copy_shell(
+                self.skeleton, {p.layer.name: self._linear(p) for p in placements}, attention_name
+            )
+            for stage, placements in by_stage.items()
+        }
 
     def _runner(self, stage: Stage) -> tuple[str, str | None]:
         """(what runs the decoder layers, why not something better)."""

@@ -95,14 +95,8 @@ class _Group:
     fmt: Format
     layer: Layer
     k: int
-    layers: int
+    matrices: int
     rows: tuple[tuple[int, tuple[int, int]], ...]
-
-
-def _copy(packed: Packed) -> Packed:
-    scales = None if packed.scales is None else packed.scales.clone()
-    base = None if packed.base is None else _copy(packed.base)
-    return Packed(packed.spec, packed.weight.clone(), scales, base=base)
 
 
 class Tuner:
@@ -139,7 +133,7 @@ class Tuner:
             progress(done, total, what)
             broken = self._broken(group, cancelled, lambda _d, _t, label: progress(done, total, label))  # noqa: B023
             candidates = self._candidates(group, broken)
-            master = self._staged.store.master(group.layer)
+            master = self._staged.store.master(group.layer, 0 if group.layer.experts else None)
             copies = self._copies(group, candidates, master, cancelled)
             wide = master.to(self._device.torch_device, torch.float64)
             for rows, span in group.rows:
@@ -155,9 +149,10 @@ class Tuner:
     def _plan(self, formats: Sequence[Format]) -> list[_Group]:
         shapes: dict[tuple[int, int, bool], list[Layer]] = {}
         for layer in self._staged.census.layers:
+            # Experts are measured one by one, as any layer of their shape.
             shapes.setdefault((layer.N, layer.K, layer.head), []).append(layer)
         groups: dict[tuple[str, str, int, int, bool], _Group] = {}
-        for layers in sorted(shapes.values(), key=lambda same: -len(same) * same[0].parameters):
+        for layers in sorted(shapes.values(), key=lambda same: -sum(each.parameters for each in same)):
             layer = layers[0]
             counts = [rows for rows in ranges(self._command.rows) if rows[0] <= HEAD_ROWS or not layer.head]
             for fmt in formats:
@@ -172,7 +167,8 @@ class Tuner:
                     self.refused.setdefault(f"{fmt.label} {layer.N} × {layer.K}", why or "it does not fit")
                     continue
                 key = (label_of(used), self._dtype(used), layer.N, k)
-                groups.setdefault((*key, layer.head), _Group(used, layer, k, len(layers), tuple(counts)))
+                held = sum(max(1, same.experts) for same in layers)
+                groups.setdefault((*key, layer.head), _Group(used, layer, k, held, tuple(counts)))
         # A head of a decoder layer's shape is measured with it.
         seen = {key[:4] for key in groups if not key[4]}
         return [group for key, group in groups.items() if group.rows and not (key[4] and key[:4] in seen)]
@@ -218,7 +214,7 @@ class Tuner:
         found = {}
         for layout in layouts:
             first = pack_all(self._spec(group, layout), master, self._device.torch_device, cancelled)
-            count = min(MOST_COPIES, max(1, -(-wanted // max(1, first.nbytes))))
+            count = min(MOST_COPIES, max(1, -(-wanted // max(1, _held(first)))))
             found[layout] = [first]
             for _ in range(count - 1):
                 check(cancelled)
@@ -267,9 +263,9 @@ class Tuner:
                 )
         self._time(alive, x, cancelled)
         times = self._times(group, runners, rows, broken)
-        held = max((sum(q.nbytes for q in copies[r.candidate.layout]) for r in runners), default=0)
+        held = max((sum(map(_held, copies[r.candidate.layout])) for r in runners), default=0)
         return p.KernelsTimed(
-            format=label_of(fmt), dtype=self._dtype(fmt), N=layer.N, K=group.k, layers=group.layers,
+            format=label_of(fmt), dtype=self._dtype(fmt), N=layer.N, K=group.k, layers=group.matrices,
             rows=rows, rows_low=span[0], rows_high=span[1], times=times, own_error=own, rotating_bytes=held,
         )  # fmt: skip
 
@@ -382,6 +378,17 @@ class Tuner:
         for name, why in broken.items():
             found.append(p.CandidateTime(kernel=name, layout="", excluded=f"its probe failed: {why}"))
         return sorted(found, key=lambda t: (t.us is None, t.us or 0.0, t.kernel))
+
+
+def _copy(packed: Packed) -> Packed:
+    scales = None if packed.scales is None else packed.scales.clone()
+    base = None if packed.base is None else _copy(packed.base)
+    return Packed(packed.spec, packed.weight.clone(), scales, base=base)
+
+
+def _held(packed: Packed) -> int:
+    """Bytes that a product reads, of all parts."""
+    return packed.nbytes + (0 if packed.base is None else _held(packed.base))
 
 
 def _fastest(runners: Sequence[_Runner]) -> _Runner:

@@ -70,12 +70,13 @@ class WeightStore:
             return False
         return layer.name in self._own or (self.device.type == "cpu" and self.masters.shared(layer.parameter))
 
-    def check_fit(self, new_bytes: int, live: Iterable[Key], free_bytes: int | None) -> None:
-        """Make room under the budget by dropping what no live arm uses. Raises UnfitError before anything is packed."""
-        if not new_bytes:
-            return
+    def check_fit(
+        self, new_bytes: int, live: Iterable[Key], free_bytes: int | None, beside_bytes: int = 0
+    ) -> None:
+        """Make room under the budget and in memory by dropping what no live arm uses. Raises UnfitError before anything
+        is packed. ``beside_bytes``: of the KV cache and of scratch, which are no part of the budget."""
         keep = set(live)
-        if self.budget_bytes is not None:
+        if new_bytes and self.budget_bytes is not None:
             for key in [k for k, p in self._entries.items() if k not in keep and p.ours]:
                 if self.packed_bytes + new_bytes <= self.budget_bytes:
                     break
@@ -86,12 +87,16 @@ class WeightStore:
                     f" the budget is {_mb(self.budget_bytes)}",
                     "raise the weight budget, or let go of the other policy",
                 )
-        while free_bytes is not None and new_bytes + HEADROOM_BYTES > free_bytes:
+        wanted = new_bytes + beside_bytes
+        while free_bytes is not None and wanted and wanted + HEADROOM_BYTES > free_bytes:
             unused = next((k for k, p in self._entries.items() if k not in keep and p.ours), None)
             if unused is None:
+                beside = f" and {_mb(beside_bytes)} of KV cache and scratch" if beside_bytes else ""
                 raise UnfitError(
-                    f"does not fit: {_mb(new_bytes)} of weights to pack, {_mb(free_bytes)} free",
-                    "close other programs, or choose a policy with fewer bytes",
+                    f"does not fit: {_mb(new_bytes)} of weights to pack{beside}, {_mb(free_bytes)} free,"
+                    f" of which {_mb(HEADROOM_BYTES)} are kept for activations",
+                    "close other programs, or choose a policy with fewer bytes"
+                    + (", shorter prompts or a smaller batch" if beside_bytes else ""),
                 )
             free_bytes += self._entries.pop(unused).nbytes
 

@@ -31,6 +31,7 @@ class Question:
     model           path of the loaded model.
     capability      what its device can do.
     rows            tokens in one call of prefill and of decode.
+    request         sequences of the largest request, and the positions that each needs room for; None: no workload yet.
     resident        policies that arms have ready.
     free, budget    bytes that may still be taken, bytes that all packed weights may take; None: not known, no limit.
     """
@@ -39,6 +40,7 @@ class Question:
     model: str
     capability: Capability
     rows: tuple[int, int]
+    request: tuple[int, int] | None
     resident: tuple[Policy, ...]
     free: int | None
     budget: int | None
@@ -46,11 +48,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Forecast:
-    """``new_bytes``: to be packed; ``packed_bytes``: packed already, of all arms."""
+    """``new_bytes``: to be packed; ``packed_bytes``: packed already, of all arms; ``kv_bytes``: the most that one request
+    takes in KV cache beside what other arms' requests have taken, 0 where no workload says."""
 
     prediction: Prediction
     new_bytes: int
     packed_bytes: int
+    kv_bytes: int
 
 
 def ask(policy: Policy, view: SessionView, budget: int | None) -> Question | str:
@@ -65,6 +69,7 @@ def ask(policy: Policy, view: SessionView, budget: int | None) -> Question | str
         view.model.path,
         capability_of(view.device),
         (longest * batch, batch),
+        (batch, longest + work.workload.output_tokens) if work else None,
         tuple(arm.ready.policy for _, arm in sorted(view.arms.items()) if arm.ready is not None),
         free_bytes(view),
         budget,
@@ -87,7 +92,16 @@ def answer(question: Question, shapes: Shapes) -> Forecast:
     """Raises UsageError for a kernel table that cannot be read, UnfitError where the policy does not run there."""
     where = (shapes, load_kernels(question.capability.kind), *question.rows, question.capability)
     new, packed = to_pack(question.policy, question.resident, *where)
-    return Forecast(predict(question.policy, *where), new, packed)
+    return Forecast(predict(question.policy, *where), new, packed, _kv_bytes(question, shapes))
+
+
+def _kv_bytes(question: Question, shapes: Shapes) -> int:
+    if shapes.kv is None or question.request is None:
+        return 0
+    kv = question.policy.kv
+    there = any(one.kv == kv for one in question.resident)
+    buffers = 0 if there else shapes.kv.buffer_bytes(kv, *question.request)
+    return buffers + shapes.kv.handoff_bytes(kv, *question.request)
 
 
 @functools.lru_cache(maxsize=4)
@@ -98,18 +112,20 @@ def shapes_of(path: str) -> Shapes:
 
 def fit(question: Question, forecast: Forecast) -> tuple[bool | None, str]:
     """Whether it fits (None: nobody knows), and the sentence with the bytes that say so."""
-    new = f"{format_bytes(forecast.new_bytes)} to pack"
-    if not forecast.new_bytes:
+    kv = f" and {format_bytes(forecast.kv_bytes)} of KV cache" if forecast.kv_bytes else ""
+    new = (f"{format_bytes(forecast.new_bytes)}" if forecast.new_bytes else "nothing") + f" to pack{kv}"
+    wanted = forecast.new_bytes + forecast.kv_bytes
+    if not wanted:
         return True, "nothing has to be packed"
     together = forecast.packed_bytes + forecast.new_bytes
-    if question.budget is not None and together > question.budget:
+    if forecast.new_bytes and question.budget is not None and together > question.budget:
         return (
             False,
             f"{new}, {format_bytes(together)} with both arms' own, budget {format_bytes(question.budget)}",
         )
     if question.free is None:
         return None, f"{new}, free memory n/a (no reading)"
-    return forecast.new_bytes <= question.free, f"{new}, {format_bytes(question.free)} free"
+    return wanted <= question.free, f"{new}, {format_bytes(question.free)} free"
 
 
 def words(question: Question, forecast: Forecast, width: int) -> list[str]:

@@ -173,3 +173,21 @@ def test_winners_are_kept_and_the_planner_takes_them(
     for stage in ("prefill", "decode"):
         assert plan.coverage[stage].kernels["int8-dequantize-float32"] == 14
     assert plan.weights.stored_bytes == shipped.plan(policy, (1, 64)).weights.stored_bytes
+
+
+def test_nested_weights_and_experts_are_measured_as_they_are_held(
+    make: Callable[..., tune.Tuner], tiny_moe: Path
+) -> None:
+    tuner = make(["nested16", "int4"], [1], path=tiny_moe)
+    found = run(tuner)
+    # two layers of four experts each, whose gate and up are one matrix of 128 × 64: the head of that shape is not measured again
+    assert {(c.N, c.K): c.layers for c in found if c.format == "nested16"}[128, 64] == 2 * 4
+    for cell in found:
+        assert any(t.best and t.us for t in cell.times), cell
+    group = next(g for g in tuner._groups if g.fmt.weights == "nested16")
+    master = tuner._staged.store.master(group.layer, 0 if group.layer.experts else None)
+    (packed,) = tuner._copies(group, tuner._candidates(group, {}), master, lambda: False).values()
+    first, second = packed[:2]
+    assert first.base is not None and second.base is not None
+    assert first.base.weight.data_ptr() != second.base.weight.data_ptr(), "both bytes are read anew"
+    assert tune._held(first) == first.nbytes + first.base.nbytes

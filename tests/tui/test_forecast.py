@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from fake_views import BASE, STAGED, arm_view, cpu_sensors, demo_model, gpu_sensors, make_view, starting_view
-from made_model import LAYERS, LINEARS, made_model
+from made_model import KV, LAYERS, LINEARS, made_model
 from small_app import SmallApp, settle, text_of
 from textual.pilot import Pilot
 
@@ -22,6 +22,8 @@ from pdq_tui.tui.policies import PoliciesScreen
 
 INT8 = LAYERS * sum(packed_bytes(Format("int8"), n, k, 2) for n, k in LINEARS.values())
 INT4 = LAYERS * sum(packed_bytes(Format("int4", "model", 64), n, k, 2) for n, k in LINEARS.values())
+#: Of one token in the model's bf16: keys and values of every layer.
+KV_TOKEN = LAYERS * 2 * KV * 2
 
 
 @pytest.fixture
@@ -52,6 +54,7 @@ def test_bytes_of_both_stages_and_of_what_is_not_packed_yet(model: Path) -> None
     both = base | {"A": arm_view("A", STAGED, {}, 0)}
     question, found = told(view_of(model, arms=both), "int4")
     assert (found.new_bytes, found.packed_bytes) == (0, INT8 + INT4)
+    assert (question.request, found.kv_bytes) == ((1, 576), 0), "an arm has such a cache"
     assert forecast.fit(question, found) == (True, "nothing has to be packed")
     # On a GPU the model's own dtype is a copy as well.
     _, found = told(view_of(model, arms={}, gpu=True), "bf16")
@@ -63,11 +66,17 @@ def test_whether_it_fits_is_said_with_the_bytes(model: Path) -> None:
         return forecast.fit(*told(view_of(model, arms={}, **changes), "int4", budget))
 
     good, why = fit()
-    assert good and why.endswith("to pack, 11.0 GiB free")
+    cache = forecast.format_bytes(576 * KV_TOKEN)
+    assert good and why.endswith(f"to pack and {cache} of KV cache, 11.0 GiB free")
+    assert fit(workload=None)[1].endswith("to pack, 11.0 GiB free")
     sensors = cpu_sensors()
     sensors["sensors"].cpu.memory_available_bytes = INT4 - (1 << 20)
     good, why = fit(**sensors)
     assert good is False and "free" in why
+    step = 64 << 20  # what the reading is rounded down to
+    sensors["sensors"].cpu.memory_available_bytes = step
+    assert INT4 < step < INT4 + 576 * KV_TOKEN
+    assert fit(workload=None, **sensors)[0] is True and fit(**sensors)[0] is False
     good, why = fit(sensors=None)
     assert good is None and "n/a (no reading)" in why
     good, why = fit(budget=INT4 - 1)

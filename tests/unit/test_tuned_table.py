@@ -113,11 +113,12 @@ def test_formats_that_share_bytes_share_the_layout() -> None:
         won("int8", "a", "one", 1.0), won("int8", "b", "two", 4.0),
         won("w8a8", "c", "one", 9.0), won("w8a8", "d", "two", 1.0),
     ))  # fmt: skip
-    costs = table.costs(INT8, "bf16", 128, 128)
-    assert costs == table.costs(W8A8, "bf16", 128, 128)
+    costs = table.costs([INT8, W8A8], "bf16", 128, 128)
+    assert costs == table.costs([W8A8, INT8], "bf16", 128, 128)
     assert costs["one"] == pytest.approx(math.log(9) / 2) and costs["two"] == pytest.approx(math.log(4) / 2)
+    assert table.costs([INT8], "bf16", 128, 128) == {"one": 0.0, "two": pytest.approx(math.log(4))}
     half = TunedTable("cpu", STAMP, (*table.winners[:3],))
-    assert set(half.costs(INT8, "bf16", 128, 128)) == {"one"}, "nothing multiplies w8a8 in layout two"
+    assert set(half.costs([INT8, W8A8], "bf16", 128, 128)) == {"one"}, "nothing multiplies w8a8 in layout two"
 
 
 def test_the_file_comes_back_as_it_was(tmp_path: Path) -> None:
