@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import made_snapshots
+import msgspec
 
-from pdq_tui.core.protocol import Load
+from pdq_tui.core.protocol import Load, Request
 from pdq_tui.core.workload import Workload
 from pdq_tui.host.runs import stamp
+from pdq_tui.judge import load as loads
+from pdq_tui.judge import soak
 from pdq_tui.judge.evaluation import Evaluation
 from pdq_tui.judge.plan import PLANS, STEPS, Spec
 from pdq_tui.judge.traffic import Shape
@@ -141,6 +144,51 @@ def tasks() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def load() -> dict[str, Any]:
+    def point(arm: str, concurrency: int, slow: float) -> loads.Point:
+        def spread(ms: float) -> dict[str, Any]:
+            return {"p50": ms, "p90": ms * 1.2, "p99": None, "max": ms * 2, "n": 60}
+
+        return loads.Point(
+            arm=arm, concurrency=concurrency, rate=None, achieved=concurrency * 0.9, requests=60, failed=0,
+            throughput=4 * (1 - 0.5**concurrency) / slow, tokens_per_s=44 * (1 - 0.5**concurrency) / slow,
+            ttft_ms=spread(90 * concurrency * slow), tpot_ms=spread(12 * concurrency**0.5 * slow),
+            queue_ms=spread(5.0 * concurrency), good=1.0 if concurrency * slow < 4 else 0.6, growth_ms_s=0.1,
+            growth_ci95=(-0.1, 0.3), tokens={"prefill/prefill": 512, "decode/decode": 10}, mixed_steps=3, steps=90,
+            readmitted=0, kv_tokens=4000,
+        )  # fmt: skip
+
+    curves = {arm: [point(arm, c, slow) for c in (1, 2, 4)] for arm, slow in (("int4", 1.1), (STAGED, 0.9))}
+    knees = {arm: msgspec.to_builtins(loads.knee(arm, points)) for arm, points in curves.items()}
+    return {
+        "seconds": 70.0, "stop": None, "unsettled": None, "engine": "a server", "attention": "paged", "scheduler": "fifo",
+        "targets": {"ttft_ms": 2000.0, "tpot_ms": 100.0, "share": loads.MEET}, "memory_bytes": 400 << 20, "refused": {},
+        "knee": knees[STAGED], "knees": list(knees.values()),
+        "points": [msgspec.to_builtins(p) for points in curves.values() for p in points],
+    }  # fmt: skip
+
+
+def soaked() -> dict[str, Any]:
+    """Twenty seconds in which the time per token crept up by a fifth."""
+    requests = [
+        Request(request=n, arm=STAGED, policy=STAGED, policy_digest="d", kind="soak", host_start_ns=n * 10**8,
+                host_end_ns=(n + 1) * 10**8, tpot_ms=10 + n / 100 + (n % 3) / 10, ttft_ms=80.0 + n % 5, output_tokens=[11])
+        for n in range(200)
+    ]  # fmt: skip
+    body = soak.analyse(requests, [], [], 0)
+    return {
+        "seconds": 21.0, "stop": None, "policy": STAGED, "asked_s": 20.0, "hours_long": False, **body,
+        "troubles": soak.troubles(body), "unsettled": "20 s: not the hours-long test",
+    }  # fmt: skip
+
+
+def logs() -> dict[str, Any]:
+    return {
+        "seconds": 0.2, "stop": None, "events": 900, "journals": 1, "unreadable": {}, "unsettled": None,
+        "counts": [{"kind": "errors", "count": 0, "causes": []}],
+    }  # fmt: skip
+
+
 def abnormal() -> dict[str, Any]:
     def case(name: str) -> dict[str, Any]:
         return {
@@ -162,7 +210,10 @@ def found() -> dict[str, Any]:
         "confirmation": confirmation(),
         "quality": scored(),
         "tasks": tasks(),
+        "load": load(),
         "abnormal": abnormal(),
+        "soak": soaked(),
+        "logs": logs(),
     }
     return {step.name: made[step.name] for step in STEPS if step.name in made}
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pdq_tui.core.metrics import counted, format_bytes
+from pdq_tui.core.metrics import format_bytes
 from pdq_tui.core.stats import BETTER, SAME, WORSE
 from pdq_tui.judge.plan import Spec
 from pdq_tui.judge.verdict import Verdict
@@ -66,16 +66,19 @@ def _all(words: Sequence[str]) -> str:
 
 
 def _load(found: Mapping[str, Json], v: Verdict) -> Card:
+    """Goodput and knee of both that were loaded. One run each, without an interval: numbers to weigh, no word for or
+    against."""
     name = "high concurrency"
-    points = [p for p in found.get("load", {}).get("points", []) if p.get("policy") == v.staged]
-    if not points:
-        return Card(name=name, says=NOT_TESTED, because="no load test in this evaluation")
-    most = max(int(p.get("concurrency") or 0) for p in points)
-    return Card(
-        name=name,
-        says=OPEN,
-        because=f"{counted(len(points), 'point')} up to {most} at a time: weigh the load curves in the report",
-    )
+    knees = {k["arm"]: k for k in found.get("load", {}).get("knees", [])}
+    if v.staged not in knees:
+        return Card(name=name, says=NOT_TESTED, because="no load test of it in this evaluation")
+    parts = [_knee(knees[v.staged]), *(f"{_knee(k)} ({arm})" for arm, k in knees.items() if arm != v.staged)]
+    return Card(name=name, says=OPEN, because=f"{', against '.join(parts)}; one run each, no interval")
+
+
+def _knee(k: Json) -> str:
+    at = "no load met both targets" if k["concurrency"] is None else f"knee at {k['concurrency']}"
+    return at if k["goodput"] is None else f"{at}, goodput {k['goodput']:.2f} requests/s"
 
 
 def _memory(found: Mapping[str, Json], v: Verdict) -> Card:
