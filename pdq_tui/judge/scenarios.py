@@ -19,6 +19,8 @@ AGAINST: Final = "against"
 NEUTRAL: Final = "neutral"
 OPEN: Final = "unsure"
 NOT_TESTED: Final = "not tested"
+NAMES: Final = ("long prompt", "high concurrency", "tight memory", "decode-sensitive")
+_NOBODY: Final = "the verdict is about no policy, or not there yet"
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,12 +33,14 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
 def cards(spec: Spec, found: Mapping[str, Json], v: Verdict) -> list[Card]:
     """About the policy that the verdict is about; all are not tested where it is about none."""
+    if v.staged is None:
+        return [Card(name=name, says=NOT_TESTED, because=_NOBODY) for name in NAMES]
     n = spec.workload.prompt_tokens
     return [
-        _time("long prompt", "ttft_ms", found, v, f"at {n} tokens; longer prompts were not measured"),
+        _time(NAMES[0], "ttft_ms", found, v, f"at {n} tokens; longer prompts were not measured"),
         _load(found, v),
         _memory(found, v),
-        _time("decode-sensitive", "tpot_ms", found, v, f"batch {spec.workload.batch}, one request at a time"),
+        _time(NAMES[3], "tpot_ms", found, v, f"batch {spec.workload.batch}, one request at a time"),
     ]
 
 
@@ -47,7 +51,7 @@ def _time(name: str, metric: str, found: Mapping[str, Json], v: Verdict, where: 
         if r["arm"] == v.staged and r["metric"] == metric and r["reference"] in v.against
     ]
     if not rows:
-        return Card(name=name, says=NOT_TESTED, because="the confirmation run was not reached")
+        return Card(name=name, says=NOT_TESTED, because="it was not timed")
     parts = [f"{_percent(r)} against {r['reference']} ({r['judgement']})" for r in rows]
     return Card(name=name, says=_all([r["judgement"] for r in rows]), because=f"{'; '.join(parts)}; {where}")
 
@@ -68,7 +72,7 @@ def _all(words: Sequence[str]) -> str:
 def _load(found: Mapping[str, Json], v: Verdict) -> Card:
     """Goodput and knee of both that were loaded. One run each, without an interval: numbers to weigh, no word for or
     against."""
-    name = "high concurrency"
+    name = NAMES[1]
     knees = {k["arm"]: k for k in found.get("load", {}).get("knees", [])}
     if v.staged not in knees:
         return Card(name=name, says=NOT_TESTED, because="no load test of it in this evaluation")
@@ -82,10 +86,10 @@ def _knee(k: Json) -> str:
 
 
 def _memory(found: Mapping[str, Json], v: Verdict) -> Card:
-    name = "tight memory"
+    name = NAMES[2]
     weights = found.get("conditions", {}).get("weights", {})
-    if v.staged is None or v.staged not in weights or not v.against:
-        return Card(name=name, says=NOT_TESTED, because="no staged policy came that far")
+    if v.staged not in weights or not v.against:
+        return Card(name=name, says=NOT_TESTED, because="its weights were not counted")
     mine = weights[v.staged]["stored_bytes"]
     least = min(v.against, key=lambda u: float(weights[u]["stored_bytes"]))
     theirs = weights[least]["stored_bytes"]

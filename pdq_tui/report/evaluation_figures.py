@@ -10,6 +10,7 @@ import altair as alt
 from pdq_tui.core.metrics import METRICS
 from pdq_tui.judge.matrix import SEPARABLE, Cell, stage_matrix
 from pdq_tui.judge.plan import Spec
+from pdq_tui.judge.soak import words
 from pdq_tui.report.figure import PLAIN, Figure, absent, rows, scales
 
 Json = Mapping[str, Any]
@@ -243,6 +244,7 @@ def _positions(quality: Json | None) -> Figure:
                 "at:Q",
                 title="position in the answer",
                 scale=alt.Scale(nice=False),
+                axis=alt.Axis(tickMinStep=1, format="d"),
             ),
             # The band's own sign would be too pale to be told from another's.
             color=alt.Color(
@@ -362,7 +364,7 @@ def _soak(soak: Json | None) -> list[Figure]:
     return [
         Figure(
             "soak",
-            f"{title} over {soak['asked_s'] / 60:.3g} min of {soak['policy']}",
+            f"{title} in {words(soak['asked_s'])} of {soak['policy']}",
             "Drift: the 95 % interval excludes 0 and the change is above 1 % (dashed). The first tenth is warm-up."
             + ("" if soak["hours_long"] else " Not the hours-long test.")
             + rest,
