@@ -100,7 +100,9 @@ def test_a_policy_fits_to_the_byte_with_its_cache(name: str, make: Any, tiny_lla
     exact = HEADROOM_BYTES + weights + cache
     staged.device.free = exact - 1
     taken = len(staged.store.masters.taken)
-    with pytest.raises(UnfitError, match=r"does not fit: .* of weights to pack and .* of KV cache") as refused:
+    with pytest.raises(
+        UnfitError, match=r"does not fit: .* of weights to pack and .* of KV cache"
+    ) as refused:
         staged.apply(with_kv(kv), rows=[BATCH, 8], request=(BATCH, CAPACITY))
     assert "smaller batch" in str(refused.value.hint)
     assert len(staged.store.masters.taken) == taken and staged.caches.nbytes == 0
