@@ -108,6 +108,11 @@ class EngineSettings:
         "uses those of torch only",
         choices=("auto", "torch"),
     )
+    tuned: str = _setting(
+        "auto",
+        "auto takes the kernels that `pdq-tui tune` measured as fastest on this machine; off keeps the order of the tables",
+        choices=("auto", "off"),
+    )
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from pdq_tui.core.protocol import (
     decode_event,
     encode,
 )
+from pdq_tui.core.tuned import in_use
 from pdq_tui.errors import PdqError
 from pdq_tui.host import demo
 from pdq_tui.host.process import worker_environment
@@ -61,12 +62,18 @@ _ENGINE: Final = """
 import json, os, sys
 out = os.dup(1); os.dup2(2, 1)
 import msgspec
+from pathlib import Path
+from pdq_tui.core.kernels import load_kernels
+from pdq_tui.engine import native, tune
 from pdq_tui.engine.device import open_device
 from pdq_tui.engine.kernels import capability
 from pdq_tui.errors import PdqError
+kind, threads, built = sys.argv[1:]
 try:
-    device = open_device(sys.argv[1])
-    body = {"info": msgspec.to_builtins(device.info()), "capability": msgspec.to_builtins(capability(device, buildable=True))}
+    device = open_device(kind, None, int(threads) if threads else None)
+    info = device.info()
+    body = {"info": msgspec.to_builtins(info), "capability": msgspec.to_builtins(capability(device, buildable=True))}
+    body["stamp"] = tune.stamp(info, load_kernels(device.kind), native.built(Path(built)) if built else None)
 except PdqError as error:
     body = {"error": error.message, "hint": error.hint}
 os.write(out, json.dumps(body).encode())
@@ -82,7 +89,15 @@ class Check(msgspec.Struct, frozen=True):
     advice: str | None = None
 
 
-def examine(device: str = "auto") -> Iterator[Check]:
+class Engine(msgspec.Struct, frozen=True):
+    """What the settings say about the engine: CPU threads, own kernels (auto, torch), tuned kernel tables (auto, off)."""
+
+    threads: int | None = None
+    kernels: str = "auto"
+    tuned: str = "auto"
+
+
+def examine(device: str = "auto", settings: Engine | None = None) -> Iterator[Check]:
     """All checks, each as soon as it is known; the first seconds go to importing torch in a child."""
     yield from versions()
     yield from paths()
@@ -90,7 +105,7 @@ def examine(device: str = "auto") -> Iterator[Check]:
     yield from terminal(os.environ, sys.stdout.isatty(), sys.stdout.encoding)
     yield from left_behind()
     yield from sensors()
-    yield from engine(device)
+    yield from engine(device, settings or Engine())
 
 
 def versions() -> Iterator[Check]:
@@ -264,11 +279,19 @@ def _decoded(line: bytes) -> Any:
         return None
 
 
-def engine(device: str) -> Iterator[Check]:
+def engine(device: str, settings: Engine) -> Iterator[Check]:
     """torch's view of the device, and which kernels fit each format there."""
     try:
         child = subprocess.run(
-            [sys.executable, "-P", "-c", _ENGINE, device],
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                _ENGINE,
+                device,
+                str(settings.threads or ""),
+                str(locations.cache_dir() / "native") if settings.kernels == "auto" else "",
+            ],
             check=False,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -280,7 +303,7 @@ def engine(device: str) -> Iterator[Check]:
         text = f"torch was not there after {ENGINE_TIMEOUT_S:.0f} s"
         yield Check("engine", "fail", text, "the disk or the driver may hang")
         return
-    except ValueError:
+    except ValueError:  # no JSON: what the child printed last says why
         last = child.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
         text = f"the engine cannot be imported (exit {child.returncode}): {''.join(last)}"
         yield Check("engine", "fail", text, "install pdq-tui again (make run)")
@@ -297,6 +320,8 @@ def engine(device: str) -> Iterator[Check]:
     if info["kind"] == "cpu" and info.get("cpu") and info["cpu"] != info["name"]:
         yield Check("engine", "ok", f"CPU {info['cpu']}")
     yield from kernels(msgspec.convert(body["capability"], Capability))
+    tuned = in_use(info["kind"], body["stamp"], wanted=settings.tuned)
+    yield Check("kernels", "warn" if tuned.level == "warn" else "ok", tuned.text, tuned.hint)
 
 
 def kernels(capability: Capability, dtype: str = "bf16") -> Iterator[Check]:

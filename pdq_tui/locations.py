@@ -35,6 +35,11 @@ def user_policies() -> Path:
     return config_dir() / "profiles"
 
 
+def user_kernels() -> Path:
+    """Kernel tables: the user's own entries, and what ``tune`` measured."""
+    return config_dir() / "kernels_cfg"
+
+
 def runs_dir() -> Path:
     return state_dir() / "runs"
 

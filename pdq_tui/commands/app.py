@@ -120,6 +120,7 @@ def app_(
         readonly=readonly,
         min_effect=s.run.min_effect,
         keys=dict(s.keys),
+        first=not runs.is_dir() or not any(runs.iterdir()),
     )
     run = new_run(runs, sys.argv, seed=workload.seed, in_memory=readonly)
     session = LiveSession(run, min_effect=s.run.min_effect)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import chain
 from typing import Annotated
 
 import msgspec
 import typer
 
-from pdq_tui.commands.common import emit, printable
-from pdq_tui.errors import OK, UNFIT
+from pdq_tui.commands.common import emit, printable, settings
+from pdq_tui.doctor import Check, Engine
+from pdq_tui.errors import OK, UNFIT, PdqError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -23,10 +26,10 @@ def doctor(
         str, typer.Option("--device", metavar="auto|cuda|cpu", help="The device that is meant.")
     ] = "auto",
 ) -> None:
-    from pdq_tui.doctor import Check, examine
+    from pdq_tui.doctor import examine
 
-    found: list[Check] = []
-    for check in examine(device):
+    found = []
+    for check in chain(_settings(), examine(device, _engine())):
         found.append(check)
         if not as_json:
             advice = f"\n{'':21}{printable(check.advice)}" if check.advice else ""
@@ -37,3 +40,19 @@ def doctor(
             json.dumps({"schema": 1, "fit": fit, "checks": [msgspec.to_builtins(c) for c in found]}, indent=1)
         )
     raise typer.Exit(OK if fit else UNFIT)
+
+
+def _settings() -> Iterator[Check]:
+    """Damaged settings end every other command."""
+    try:
+        settings()
+    except PdqError as error:
+        yield Check("settings", "fail", error.message, error.hint)
+
+
+def _engine() -> Engine:
+    try:
+        engine = settings().settings.engine
+    except PdqError:
+        return Engine()
+    return Engine(engine.threads, engine.kernels, engine.tuned)

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Annotated, Final
 
-import msgspec
 import typer
 
 from pdq_tui.commands import flags
@@ -61,6 +60,14 @@ def evaluate(
             help="Limit of the decode path's mean KLD: 0.0055, 0.011, 0.031 nats.",
         ),
     ] = "standard",
+    tasks: Annotated[
+        Path | None,
+        typer.Option(
+            "--tasks",
+            metavar="FILE",
+            help='Your tasks instead of ours: JSONL with "prompt" and "answer", and "rule" where "contains" does not suit.',
+        ),
+    ] = None,
     prompt_tokens: flags.In = None,
     output_tokens: flags.Out = None,
     batch: flags.Batch = None,
@@ -85,15 +92,15 @@ def evaluate(
     from datetime import UTC, datetime
 
     from pdq_tui.core.catalog import find_policy
-    from pdq_tui.judge import estimate, quality
+    from pdq_tui.judge import estimate, quality, taskset
     from pdq_tui.judge import traffic as traffics
     from pdq_tui.judge.evaluation import Evaluation
     from pdq_tui.judge.plan import PLANS, STAGED, STEPS, UNIFORM, Spec, Step
-    from pdq_tui.judge.verdict import verdict
-    from pdq_tui.report.evaluation import evaluation_page
-    from pdq_tui.report.tables import markdown, plain, to_ascii
+    from pdq_tui.judge.watching import Mark
+    from pdq_tui.report.evaluated import evaluated
+    from pdq_tui.report.tables import plain, to_ascii, to_json
+    from pdq_tui.report.write import write
     from pdq_tui.store import atomic
-    from pdq_tui.store.snapshot import strict_json
 
     if plan not in PLANS:
         raise UsageError(f"--plan: {plan!r} is not a legal value", f"legal: {', '.join(PLANS)}")
@@ -137,6 +144,8 @@ def evaluate(
             gate=gate,
             min_effect=s.run.min_effect,
             seed=s.workload.seed,
+            tasks=() if tasks is None else tuple(taskset.read(tasks.expanduser())),
+            tasks_name="the project's own" if tasks is None else tasks.name,
         )
         mixed = [p.name for p in spec.uniform if p.staged] or [p.name for p in spec.staged if not p.staged]
         if mixed:
@@ -170,44 +179,27 @@ def evaluate(
             whole = sum(rest.values())
             now_at = (f"{number}/{len(STEPS)}", time.monotonic() + whole if rest else None)
             mine = rest.get(step.name)
+            mark.step(step.name, whole if rest else None)
             took = "" if mine is None else f" ({_about(mine)}; {_about(whole)} to the end)"
             say(f"{where}: {step.why}{took}")
         else:
             say(f"{where}: {'done before' if state == 'kept' else f'done in {seconds:.0f} s'}")
 
+    mark = Mark(evaluation.directory)
     printer.around = around
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         found = evaluation.run(watch)
     finally:
         printer.close()
-    judged = verdict(evaluation.spec, found)
-    body = {
-        "schema": 1,
-        "kind": "pdq-tui evaluation",
-        "model": evaluation.spec.model,
-        "plan": evaluation.spec.plan.name,
-        "gate": evaluation.spec.gate,
-        "verdict": msgspec.to_builtins(judged),
-        "map": found.get("confirmation", {}).get("map", []),
-        "steps": [
-            {
-                "name": t.name,
-                "status": "not reached" if t.name not in found else found[t.name].get("stop") or "done",
-            }
-            for t in STEPS
-        ],
-        "found": found,
-    }
-    page = evaluation_page(evaluation.spec, found, judged)
-    data = strict_json(body)
+        mark.end()
+    source = evaluated(evaluation.spec, found)
+    data = to_json(source)
     atomic.write_file(evaluation.directory / "evaluation.json", data, force=True)
-    atomic.write_file(
-        evaluation.directory / "report.md", markdown(page).encode("utf-8", "replace"), force=True
-    )
-    text = data.decode("utf-8") if as_json else plain(page)
+    reports = write(source, ["md", "html"], evaluation.directory, force=True)
+    text = data.decode("utf-8") if as_json else plain(source.page())
     emit(to_ascii(text) if ascii_only() and not as_json else text)
-    say(f"report: {evaluation.directory / 'report.md'}")
+    say(f"report: {', '.join(map(str, reports))}")
 
 
 def _about(seconds: float) -> str:

@@ -192,6 +192,7 @@ def load_of(
         revision=revision,
         layers=e.layers,
         kernels=e.kernels,
+        tuned=e.tuned,
     )
     if model == DEMO:
         # Without a source it is fetched first.

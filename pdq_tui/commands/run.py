@@ -93,6 +93,13 @@ def run(
         ),
     ] = None,
     min_effect: flags.MinEffect = None,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="Afterwards, profile one burst of each arm: its kernels by stage."),
+    ] = False,
+    trace_steps: Annotated[
+        int, typer.Option("--trace-steps", metavar="N", min=1, help="Decode steps of that burst.")
+    ] = 4,
     device: flags.Device = None,
     gpu: flags.Gpu = None,
     threads: flags.Threads = None,
@@ -140,6 +147,7 @@ def run(
             on_event=printer,
             min_seconds=min_seconds,
             solo=solo,
+            trace_steps=trace_steps if trace else 0,
         )
         events, labels, code = result.events, result.labels, result.exit_code
     except MeasureError as error:

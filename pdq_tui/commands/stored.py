@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from pdq_tui.errors import UsageError
-from pdq_tui.store.listing import list_snapshots, resolve
+from pdq_tui.store.listing import JOURNAL, list_snapshots, resolve, resolve_run
 
 
 def snapshot_path(word: str, runs: Path) -> Path:
@@ -21,3 +21,19 @@ def snapshot_path(word: str, runs: Path) -> Path:
     if int(back[1]) >= len(found):
         raise UsageError(f"{word}: there are {len(found)} snapshots in {runs}", "`pdq-tui snapshots list`")
     return Path(found[int(back[1])].path)
+
+
+def run_path(word: str, runs: Path) -> Path | None:
+    """The directory of the run that ``word`` names; None where it names one snapshot, or no run."""
+    if (Path(word).expanduser() / JOURNAL).is_file():
+        return Path(word).expanduser()
+    try:
+        snapshot_path(word, runs)
+    except UsageError:
+        pass
+    else:
+        return None
+    try:
+        return resolve_run(word, runs)
+    except UsageError:
+        return None

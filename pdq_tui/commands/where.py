@@ -10,6 +10,7 @@ import typer
 
 from pdq_tui import config, locations
 from pdq_tui.commands.common import STATE, emit, runs_dir, settings
+from pdq_tui.core.tuned import tuned_file
 from pdq_tui.host.demo import model_dir
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -25,6 +26,9 @@ def where(
         "policies": locations.user_policies(),
         "shipped policies": locations.shipped("profiles"),
         "kernel tables": locations.shipped("kernels_cfg"),
+        "your kernel tables": locations.user_kernels(),
+        "tuned for the CPU": tuned_file("cpu"),
+        "tuned for the GPU": tuned_file("cuda"),
         "runs": runs_dir(settings()),
         "log": locations.log_file(),
         "cache": locations.cache_dir(),

@@ -9,7 +9,7 @@ import msgspec
 
 from pdq_tui.core.metrics import MEMORY_METRICS, METRICS, PEAK_METRICS
 from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
-from pdq_tui.core.stats import Summary, present, summarize, summarize_pooled
+from pdq_tui.core.stats import Summary, present, summarize, summarize_in_units, summarize_pooled
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +116,8 @@ def arm_stats(
     used = timed(requests)
     solo = [r for r in requests if r.kind == "solo" and r.valid and not r.cancelled]
     mixed = _mixed_lengths(used)
+    # The two requests of a block share its minute of clocks and heat: together they are one observation.
+    sizes = {True: [len(unit) for unit in units(solo)], False: [len(unit) for unit in units(used)]}
     found: dict[str, Summary] = {}
     for id_ in metrics:
         metric = METRICS[id_]
@@ -126,9 +128,9 @@ def arm_stats(
         elif id_ in PEAK_METRICS:
             summary = _largest([metric.of(r, device, model) for r in source], metric.unit, why)
         else:
-            # The two requests of a block share its minute of clocks and heat: together they are one observation.
-            values = [[metric.of(r, device, model) for r in unit] for unit in units(source)]
-            summary = summarize_pooled(values, metric.unit, why)
+            of = metric.of
+            values = [of(r, device, model) for r in source]
+            summary = summarize_in_units(values, sizes[source is solo], metric.unit, why)
         if mixed and id_ in ("e2e_ms", "decode_tokens_per_s") and summary.median is not None:
             summary = msgspec.structs.replace(summary, note=mixed)
         found[id_] = summary

@@ -8,6 +8,7 @@ from typing import Final
 
 from pdq_tui.core.arms import arm_stats, counts, drift, invalid_reason, timed
 from pdq_tui.core.comparable import runners_differ
+from pdq_tui.core.evidence import flagged
 from pdq_tui.core.facts import Facts, other_load, slowed
 from pdq_tui.core.metrics import METRICS, counted
 from pdq_tui.core.pairs import blocks_of, control_intervals
@@ -53,6 +54,8 @@ def _arm_warnings(facts: Facts, label: str) -> list[str]:
     for f in ready.fallbacks if ready else ():
         times = f" in {f.modules} modules" if f.modules != 1 else ""
         out.append(f"{label}: {f.stage} of {f.module} runs {f.used} instead of {f.wanted}{times}: {f.reason}")
+    traced = facts.trace_of(label)
+    out += [f"{label}: {text}" for text in flagged(traced.policy, traced.stages)] if traced else []
     c = counts(requests)
     left = [
         (c.first_use, "first-use"),

@@ -19,7 +19,7 @@ from pdq_tui.core.comparable import obstacles
 from pdq_tui.core.facts import Facts, clocks, collect
 from pdq_tui.core.metrics import METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, noise_floor, ratios
-from pdq_tui.core.protocol import Coverage, Request
+from pdq_tui.core.protocol import Coverage, Request, Traced
 from pdq_tui.core.stats import Quantiles, Ratio, Summary, quantiles
 
 SCHEMA: Final = 1
@@ -259,6 +259,13 @@ def arm_document(facts: Facts, label: str) -> Json:
     _put_bytes(out, "steady_bytes", stats["steady_bytes"])
     out["memory_from"] = SOLO if solo else ONLY if _only(facts) else SHARED
     put(out, "memory_method", next((r.memory_method for r in memory_from if r.memory_method), None))
+    traced = facts.trace_of(label)
+    put(
+        out,
+        "trace",
+        _trace(traced) if traced else None,
+        "no burst of it was profiled (run --trace, or t in 5 Kernels)",
+    )
     out["fallbacks"] = [msgspec.to_builtins(f) for f in ready.fallbacks] if ready else []
     bad = invalid_reason(requests)
     out["valid"] = bad is None and bool(used)
@@ -269,6 +276,34 @@ def arm_document(facts: Facts, label: str) -> Json:
     out["drift"] = {}
     for metric, value in drift(requests, facts.device, facts.model).items():
         put(out["drift"], metric, value, "fewer than 6 requests")
+    return out
+
+
+def _trace(t: Traced) -> Json:
+    out: Json = {"steps": t.steps, "prompt_tokens": t.prompt_tokens, "batch": t.batch, "events": t.events}
+    put(out, "path", t.path, t.path_reason or "not kept")
+    put(out, "bytes", t.bytes, t.path_reason or "not kept")
+    out["notes"] = list(t.notes)
+    out["stages"] = {}
+    for stage in t.stages:
+        part: Json = {
+            "steps": stage.steps, "where": stage.where, "trace_ms": stage.trace_ms, "between_ms": stage.between_ms,
+        }  # fmt: skip
+        put(part, "timer_ms", stage.timer_ms, "not timed")
+        put(part, "plain_ms", stage.plain_ms, "not timed")
+        put(part, "overhead", stage.overhead, "not timed")
+        put(part, "launch_bound", stage.launch_bound, stage.launch_reason or "not known")
+        part["unmatched"] = list(stage.unmatched)
+        part["kernels"] = []
+        for kernel in stage.kernels:
+            row: Json = {
+                "name": kernel.name, "category": kernel.category, "calls": kernel.calls, "ms": kernel.ms,
+                "share": kernel.share,
+            }  # fmt: skip
+            put(row, "bytes", kernel.bytes, "its operands' shapes do not tell")
+            put(row, "flops", kernel.flops, "its operands' shapes do not tell")
+            part["kernels"].append(row)
+        out["stages"][stage.stage] = part
     return out
 
 

@@ -33,6 +33,7 @@ class Facts:
     ended: list[p.RunEnded] = field(default_factory=list)
     sensors: list[p.SensorSample] = field(default_factory=list)
     sensor_state: p.SensorState | None = None
+    traces: dict[str, p.Traced] = field(default_factory=dict)
     libraries: dict[str, str] = field(default_factory=dict)
     python: str | None = None
     notes: list[p.Note] = field(default_factory=list)
@@ -47,6 +48,13 @@ class Facts:
             return mine
         digest = ready.policy.digest
         return [r for r in mine if r.policy_digest in ("", digest)]
+
+    def trace_of(self, arm: str) -> p.Traced | None:
+        """The last burst of ``arm`` under the policy that it follows now."""
+        found, ready = self.traces.get(arm), self.arms.get(arm)
+        if found is None or ready is None or found.policy_digest != ready.policy.digest:
+            return None
+        return found
 
     def labels(self, reference: str | None = None) -> list[str]:
         """The arms, reference first: the one named; "B" of the app's two; else the first of the last run."""
@@ -84,6 +92,9 @@ def collect(events: Iterable[Any], since_ns: int | None = None) -> Facts:
             case p.ArmReady():
                 f.arms[e.arm] = e
                 f.refused.pop(e.arm, None)
+            case p.Traced():
+                if e.stages:
+                    f.traces[e.arm] = e
             case p.ArmRefused():
                 f.refused[e.arm] = e
             case p.RunStarted():

@@ -8,6 +8,8 @@ candidate *does* lives in the engine under its ``op``; here are only its limits 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +22,7 @@ from pdq_tui.core import toml
 from pdq_tui.core.formats import ACTIVATIONS as ACTIVATIONS
 from pdq_tui.core.formats import GROUP_SIZES, KINDS, Format
 from pdq_tui.core.policy import STAGES, Policy, Stage, can_be_transient
+from pdq_tui.core.tuned import TIE, TunedTable
 from pdq_tui.errors import UsageError
 
 SCHEMA: Final = 1
@@ -237,6 +240,15 @@ class KernelTable(msgspec.Struct, frozen=True):
     candidates: tuple[Candidate, ...]
     origins: tuple[str, ...] = ()
     layers: tuple[LayerRunner, ...] = ()
+    #: What was measured on this very machine, in front of the ranks; None: nothing was.
+    tuned: TunedTable | None = None
+
+    @property
+    def digest(self) -> str:
+        """Of the candidates: changes whenever one is added, removed or changed."""
+        return hashlib.sha256(msgspec.json.encode(sorted(self.candidates, key=lambda c: c.name))).hexdigest()[
+            :16
+        ]
 
     def runner(self, stage: str, capability: Capability) -> RunnerChoice:
         """What runs the decoder layers of ``stage``: the best ranked that this machine can; "eager" always can."""
@@ -277,7 +289,8 @@ class KernelTable(msgspec.Struct, frozen=True):
     def layouts(
         self, use: Use, N: int, K: int, dtype: str, capability: Capability, beside: Use | None = None
     ) -> list[str]:
-        """Layouts of packed bytes that fit this layer, best first: in the order of the best candidate that reads each.
+        """Layouts of packed bytes that fit this layer, best first: as they were measured here, else in the order of the
+        best candidate that reads each.
 
         ``beside``: what the other stage makes of the same bytes; layouts that it cannot read are left out, and both
         stages' best candidates count, so that each stage finds the same order.
@@ -286,7 +299,19 @@ class KernelTable(msgspec.Struct, frozen=True):
             self._layout_ranks(each, N, K, dtype, capability) for each in ([use, beside] if beside else [use])
         ]
         common = set.intersection(*(set(found) for found in ranks))
-        return sorted(common, key=lambda layout: (sum(found[layout] for found in ranks), layout))
+        measured: dict[str, float] = {}
+        if self.tuned is not None:
+            measured = self.tuned.costs([use.format, *([beside.format] if beside else [])], dtype, N, K)
+        equal = min(measured.values(), default=0.0) + TIE
+        costs = {layout: measured.get(layout, math.inf) for layout in common}
+        return sorted(
+            common,
+            key=lambda layout: (
+                0.0 if costs[layout] <= equal else costs[layout],
+                sum(found[layout] for found in ranks),
+                layout,
+            ),
+        )
 
     def _layout_ranks(self, use: Use, N: int, K: int, dtype: str, capability: Capability) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -351,7 +376,8 @@ class KernelTable(msgspec.Struct, frozen=True):
         reasons: list[str] = []
         first_missed: tuple[str, str] | None = None
         by_shape = False
-        for c in sorted(self.of(fmt), key=lambda c: c.order(rows)):
+        tuned = self.tuned.kernel(fmt, dtype, N, K, rows, layout) if self.tuned is not None else None
+        for c in sorted(self.of(fmt), key=lambda c: (c.name != tuned, *c.order(rows))):
             reason = c.misfit(capability, dtype)
             if reason is not None:
                 reasons.append(reason)
@@ -383,11 +409,12 @@ _REQUIRED: Final = ("name", "op", "weights", "layout")
 
 
 def load_kernels(device: str, user_dir: Path | None = None) -> KernelTable:
-    """The shipped table for "cpu" or "cuda" with the user's entries on top (same name replaces). Raises UsageError."""
+    """The shipped table for "cpu" or "cuda" with the user's entries on top (same name replaces), nothing tuned. Raises
+    UsageError."""
     if device not in DEVICES:
         raise UsageError(f"no kernel table for {device!r}", f"legal: {', '.join(DEVICES)}")
     shipped = locations.shipped("kernels_cfg") / f"{device}.toml"
-    user = (user_dir or locations.config_dir() / "kernels_cfg") / f"{device}.toml"
+    user = (user_dir or locations.user_kernels()) / f"{device}.toml"
     found: dict[str, Candidate] = {}
     layers: dict[str, LayerRunner] = {}
     origins = []

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pdq_tui.core.arms import unequal_work
-from pdq_tui.core.metrics import METRICS, MIRRORS, PRIMARY, RATIO_METRICS
+from pdq_tui.core.metrics import METRICS, MIRRORS, PRIMARY, RATIO_METRICS, Of
 from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
 from pdq_tui.core.stats import (
     ALPHA,
@@ -82,19 +82,34 @@ def block_logs(
 ) -> tuple[float, float] | None:
     """Mean ln of ``arm`` and of ``reference`` in one block; None unless both took part twice (as often as each other)
     and every value is there and positive."""
-    ours, theirs = block.get(arm, []), block.get(reference, [])
-    if len(ours) < 2 or len(ours) != len(theirs):
-        return None
-    of = METRICS[metric].of
+    sides = _sides(block, reference, arm)
+    return None if sides is None else _logs(sides, METRICS[metric].of, device, model)
+
+
+_Sides = tuple[list[Request], list[Request]]
+
+
+def _sides(block: Block, reference: tuple[str, bool], arm: tuple[str, bool]) -> _Sides | None:
+    ours, theirs = block.get(arm, ()), block.get(reference, ())
+    return (list(ours), list(theirs)) if 2 <= len(ours) == len(theirs) else None
+
+
+def _logs(
+    sides: _Sides, of: Of, device: DeviceInfo | None, model: ModelInfo | None
+) -> tuple[float, float] | None:
     means = []
-    for side in (ours, theirs):
-        total = 0.0
+    for side in sides:
+        product = 1.0
         for r in side:
             value = of(r, device, model)
             if value is None or not 0 < value < math.inf:
                 return None
-            total += math.log(value)
-        means.append(total / len(side))
+            product *= value
+        # One logarithm a side, unless the product of more than a few large or small values leaves what a float holds.
+        if 1e-300 < product < 1e300:
+            means.append(math.log(product) / len(side))
+        else:
+            means.append(math.fsum(math.log(of(r, device, model) or 1.0) for r in side) / len(side))
     return means[0], means[1]
 
 

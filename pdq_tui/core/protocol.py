@@ -21,11 +21,13 @@ from pdq_tui.core.messages.codec import (
     encode,
 )
 from pdq_tui.core.messages.commands import (
+    Ask,
     CancelTask,
     Command,
     Interleave,
     Load,
     Ping,
+    Question,
     RunBlocks,
     Score,
     SelectArm,
@@ -34,15 +36,19 @@ from pdq_tui.core.messages.commands import (
     Shutdown,
     StartLoop,
     Stop,
+    Trace,
+    Tune,
     Watch,
 )
 from pdq_tui.core.messages.events import (
+    Answered,
     ArmReady,
     ArmRefused,
     ArmSwitched,
     Dropped,
     Failure,
     Hello,
+    KernelsTimed,
     ModelReady,
     NonFinite,
     Note,
@@ -55,10 +61,12 @@ from pdq_tui.core.messages.events import (
     Scored,
     StageSample,
     TaskEnded,
+    TuneStarted,
     WorkloadReady,
     WorkloadRefused,
 )
 from pdq_tui.core.messages.facts import (
+    CandidateTime,
     Coverage,
     DeviceInfo,
     Fallback,
@@ -68,15 +76,19 @@ from pdq_tui.core.messages.facts import (
     WeightsInfo,
 )
 from pdq_tui.core.messages.own import SnapshotSaved, WorkerExited, WorkerStarted
+from pdq_tui.core.messages.profiles import KernelTime, StageTrace, Traced
 from pdq_tui.core.messages.readings import CpuSample, GpuSample, SensorSample, SensorState
 
 __all__ = [
     "DROPPABLE",
     "VERSION",
+    "Answered",
     "ArmReady",
     "ArmRefused",
     "ArmSwitched",
+    "Ask",
     "CancelTask",
+    "CandidateTime",
     "Command",
     "Coverage",
     "CpuSample",
@@ -88,6 +100,8 @@ __all__ = [
     "GpuSample",
     "Hello",
     "Interleave",
+    "KernelTime",
+    "KernelsTimed",
     "KvInfo",
     "LeftModule",
     "Load",
@@ -100,6 +114,7 @@ __all__ = [
     "Pong",
     "Progress",
     "ProtocolError",
+    "Question",
     "RefusedPrompt",
     "Request",
     "RunBlocks",
@@ -115,9 +130,14 @@ __all__ = [
     "Shutdown",
     "SnapshotSaved",
     "StageSample",
+    "StageTrace",
     "StartLoop",
     "Stop",
     "TaskEnded",
+    "Trace",
+    "Traced",
+    "Tune",
+    "TuneStarted",
     "UnknownTypeError",
     "VersionError",
     "Watch",

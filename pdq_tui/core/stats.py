@@ -148,6 +148,22 @@ def summarize_pooled(
     return _summary(sorted(v for g in filled for v in g), len(filled), unit, reason)
 
 
+def summarize_in_units(
+    values: Sequence[float | None], sizes: Sequence[int], unit: str, reason: str | None = None
+) -> Summary:
+    """The same for ``values`` in a row, ``sizes`` of them at a time in one group: without a list a group, of which a long
+    run has tens of thousands for every metric."""
+    try:
+        whole = math.isfinite(math.fsum(values))  # type: ignore[arg-type]
+    except (TypeError, OverflowError, ValueError):
+        whole = False  # None, or infinity, is among them
+    if whole:
+        return _summary(sorted(map(float, values)), len(sizes), unit, reason)  # type: ignore[arg-type]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    groups = [values[begin:end] for begin, end in itertools.pairwise(ends)]
+    return summarize_pooled(groups, unit, reason)
+
+
 def _summary(ordered: list[float], units: int | None, unit: str, reason: str | None) -> Summary:
     n = len(ordered)
     if not n:

@@ -16,6 +16,8 @@ PROMPT_SETS: Final = ("short", "long", "mixed")
 CHAT_TEMPLATES: Final = ("auto", "none")
 #: What a person can ask of the decoder layers: what the kernel table ranks first, or transformers' modules in any case.
 LAYERS: Final = ("auto", "eager")
+#: Prompt tokens of one pass, all rows together, that are made at all.
+MOST_TOKENS: Final = 1 << 24
 StopMode = Literal["fixed", "natural"]
 
 

@@ -68,6 +68,11 @@ class Bench:
         self.epoch += 1
         self._last_end_ns = None
 
+    def disturbed(self) -> None:
+        """Something else ran in between: a block around it is given up, and the next gap is none."""
+        self.epoch += 1
+        self._last_end_ns = None
+
     def forget_warm(self, digest: str) -> None:
         self._warm = {key for key in self._warm if key[0] != digest}
         self._history = {key: value for key, value in self._history.items() if key[0] != digest}

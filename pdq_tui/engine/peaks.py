@@ -182,7 +182,7 @@ def _best_seconds(device: Device, probe: Probe, cancelled: Callable[[], bool]) -
     return best or None, prepared + timed
 
 
-def _buffer_bytes(device: Device, info: DeviceInfo) -> int:
+def buffer_bytes(device: Device, info: DeviceInfo) -> int:
     """Four times the last-level cache and at least 128 MiB (a GPU: 1 GiB), but a tenth of what is free at most."""
     wanted = max(
         4 * (info.last_level_cache_bytes or 32 << 20), (128 << 20) if info.kind == "cpu" else 1 << 30
@@ -195,7 +195,7 @@ def _reads(device: Device, info: DeviceInfo) -> Iterator[tuple[str, int, Probe]]
     """(name, bytes read by one run, probe): four ways to read one buffer."""
     where = device.torch_device
     columns = 2048
-    rows = max(16, _buffer_bytes(device, info) // (4 * columns))
+    rows = max(16, buffer_bytes(device, info) // (4 * columns))
     size = rows * columns * 4
     words = torch.ones(rows, columns, dtype=torch.float32, device=where)
     vector = torch.ones(columns, dtype=torch.float32, device=where)

@@ -94,6 +94,11 @@ class Planner:
         self.census, self.dtype, self.table, self.capability = census, dtype, table, capability
         self._broken = broken
 
+    @property
+    def untuned(self) -> KernelTable:
+        """The kernel table in its shipped order."""
+        return msgspec.structs.replace(self.table, tuned=None)
+
     def placements(self, policy: Policy, stage: Stage, rows: int, head_rows: int) -> list[Placement]:
         """One for each linear layer, in the model's order. Raises PdqError where the policy cannot run at all."""
         asked = self._risky(policy, stage)
@@ -161,7 +166,7 @@ class Planner:
         nowhere = False
         own = DTYPE_NAMES[self.dtype]
         bad = {name: why for (name, d, n, kk), why in broken.items() if (d, n, kk) == (own, layer.N, layer.K)}
-        used, k, reason = _fit_groups(wanted, layer.K, policy.on_misfit)
+        used, k, reason = fit_groups(wanted, layer.K, policy.on_misfit)
         if used is not None:
             use, beside = (
                 each and each.grouped(used.group_size) for each in uses_of(policy, layer.name, stage)
@@ -187,7 +192,7 @@ class Planner:
         return Placement(layer, stage, rows, wanted, spec, choice.candidate, reason, reason, nowhere)
 
 
-def _fit_groups(fmt: Format, K: int, on_misfit: str) -> tuple[Format | None, int, str | None]:
+def fit_groups(fmt: Format, K: int, on_misfit: str) -> tuple[Format | None, int, str | None]:
     """(format to use or None to leave dense, K with padding, what was changed and why)."""
     if not fmt.kind.groups:
         return fmt, K, None

@@ -10,19 +10,16 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
 
 from pdq_tui.core.protocol import ModelInfo, RefusedPrompt
-from pdq_tui.core.workload import Workload
+from pdq_tui.core.workload import MOST_TOKENS, Workload
 from pdq_tui.errors import UsageError
 
 BuiltIn = Callable[[str], list[str]]
-
-#: Prompt tokens of one pass, all rows together, that are made at all.
-MOST_TOKENS: Final = 1 << 24
 
 
 @dataclass(frozen=True)

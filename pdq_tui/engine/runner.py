@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from pdq_tui.core.policy import Policy
-from pdq_tui.core.protocol import NonFinite, Request
+from pdq_tui.core.protocol import KvInfo, NonFinite, Request
 from pdq_tui.engine import faults
 from pdq_tui.engine.device import Device, Mark
 from pdq_tui.engine.prompts import Batch
@@ -57,6 +57,7 @@ class Staged(Protocol):
     """A policy made ready; see ``engine.staged``."""
 
     def start(self, batch: int, capacity: int, pad: torch.Tensor | None) -> Generation: ...
+    def kv_info(self) -> KvInfo: ...
 
 
 @dataclass
@@ -93,6 +94,8 @@ class Hooks:
     cancelled: Callable[[], bool] = field(default=lambda: False)
     sample: Callable[[int, str, float | None], None] | None = None
     text: Callable[[Sequence[int]], str] | None = None
+    #: Gets every row's tokens and the largest logit that chose one, after the request.
+    kept: Callable[[list[list[int]], float], None] | None = None
     peaks: Peaks | None = None
 
 
@@ -330,6 +333,8 @@ class _Run:
         record.tokens_sha256 = digest.hexdigest()
         if self.hooks.text is not None:
             record.text = self.hooks.text(kept[0])
+        if self.hooks.kept is not None:
+            self.hooks.kept(kept, float(torch.stack(self.highest).max()))
 
 
 class _StopFlag:

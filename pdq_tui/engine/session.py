@@ -9,12 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pdq_tui import locations
 from pdq_tui.core import prompts as prompt_sets
 from pdq_tui.core import protocol as p
-from pdq_tui.core.kernels import load_kernels
+from pdq_tui.core.kernels import KernelTable, load_kernels
 from pdq_tui.core.policy import Policy
-from pdq_tui.engine import faults, native, quality
+from pdq_tui.core.tuned import in_use
+from pdq_tui.engine import faults, native, quality, trace, tune
+from pdq_tui.engine.asking import Asker
 from pdq_tui.engine.bench import Bench, Control
 from pdq_tui.engine.cancel import Cancelled, check
 from pdq_tui.engine.channel import Inbox
@@ -46,6 +50,7 @@ class Session:
         self.model: LoadedModel | None = None
         self.staged: StagedModel | None = None
         self.bench: Bench | None = None
+        self.info: p.DeviceInfo | None = None
         self.ready: dict[str, StagedArm] = {}
         self.hard: dict[str, bool] = {}
 
@@ -66,8 +71,16 @@ class Session:
                     self._run(number, lambda bench, control: bench.loop(command, control))
                 case p.RunBlocks():
                     self._run_blocks(number, command)
+                case p.Trace():
+                    stage = "trace"
+                    self._trace(number, command)
                 case p.Score():
                     self._run(number, lambda bench, control: self._score(bench, control, command))
+                case p.Ask():
+                    self._run(number, lambda bench, control: self._ask(bench, control, command))
+                case p.Tune():
+                    stage = "tune"
+                    self._run(number, lambda bench, control: self._tune(control, command))
                 case _:
                     self.send(p.Note(level="warn", text=f"the engine has no use for {stage}"))
         except RequestFailedError as failed:
@@ -140,6 +153,16 @@ class Session:
         if reason is not None:
             self.send(p.Note(level="info", text=f"own CPU kernels are not used: {reason}"))
 
+    def _kernels(self, device: Device, info: p.DeviceInfo, tuned: str) -> KernelTable:
+        """The kernel table, with what was measured on this machine in front where there is such."""
+        table = load_kernels(device.kind)
+        if tuned == "off":
+            return table
+        found = in_use(device.kind, tune.stamp(info, table, native.identity()), wanted=tuned)
+        if found.table is not None or found.level == "warn":
+            self.send(p.Note(level=found.level, text=found.text, hint=found.hint))
+        return msgspec.structs.replace(table, tuned=found.table)
+
     def _load(self, number: int, command: p.Load) -> None:
         def cancelled() -> bool:
             return self.inbox.cancelled(number)
@@ -154,7 +177,7 @@ class Session:
                 self._own_kernels(command, device, cancelled)
                 model = load_model(command, device, self._progress("load", ""), cancelled)
                 peak = device.peak_bytes()  # of loading: the probes' buffers come after it
-                info = device.info()
+                info = self.info = device.info()
                 cache = Path(command.cache_dir) if command.cache_dir else locations.cache_dir()
                 found = peaks(device, info, cache, self._progress("load", "probes"), cancelled)
                 info.read_peak_gbps, info.read_peak_method = found.read_gbps, found.read_method
@@ -164,7 +187,7 @@ class Session:
                     model.masters,
                     device,
                     budget_bytes=command.weight_budget_bytes,
-                    kernels=load_kernels(device.kind),
+                    kernels=self._kernels(device, info, command.tuned),
                     attention_name=command.attention,
                     layers=command.layers,
                 )
@@ -339,10 +362,68 @@ class Session:
             done += 1
         self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
 
+    def _ask(self, bench: Bench, control: Control, command: p.Ask) -> None:
+        assert self.model is not None and self.device is not None
+        asker = Asker(self.device, self.model, bench.arm(command.arm), prompt_sets.built_in)
+        done, total = 0, len(command.questions)
+        for question in command.questions:
+            if control.stopped():
+                break
+            what = f"{command.arm}: {question.id}"
+            self.send(p.Progress(task=command.task, label=what, done=done, total=total, unit="questions"))
+            self.send(asker.answer(question, control.stopped))
+            done += 1
+        self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
+
+    def _tune(self, control: Control, command: p.Tune) -> None:
+        assert self.staged is not None and self.device is not None and self.info is not None
+        tuner = tune.Tuner(self.staged, self.device, self.info, command)
+        self.send(tuner.started())
+        done, reason = 0, "done"
+        try:
+            for timed in tuner.run(control.stopped, self._progress("tune", "measurements")):
+                self.send(timed)
+                done += 1
+        except Cancelled:
+            reason = "stopped"
+        self.staged.give_back()
+        self.send(p.RunEnded(reason=reason, requests=done))
+
+    def _trace(self, number: int, command: p.Trace) -> None:
+        """A burst beside everything that is measured: a block around it is given up."""
+        try:
+            if (
+                self.bench is None
+                or self.bench.prepared is None
+                or self.device is None
+                or self.staged is None
+            ):
+                raise UsageError("there is no model and workload to profile yet")
+            bench, prepared = self.bench, self.bench.prepared
+            arm = bench.arm(command.arm)
+            bench.disturbed()
+            with self._task("trace", command.arm):
+                done = trace.trace(
+                    self.device,
+                    arm,
+                    prepared.batches[0],
+                    prepared.capacity,
+                    command.steps,
+                    Path(command.folder) if command.folder else None,
+                    self.staged.kernels,
+                    self._progress("trace", ""),
+                    lambda: self.inbox.cancelled(number),
+                )
+        except Cancelled:
+            done = p.Traced(arm=command.arm, policy="", failed="cancelled")
+        except PdqError as error:
+            done = p.Traced(arm=command.arm, policy="", failed=error.message)
+        self.send(done)
+
     def _between(self) -> bool:
-        """Carry out the arms and workloads that wait; True where something else waits, which ends the loop."""
+        """Carry out the arms, workloads and bursts that wait; True where something else waits, which ends the loop."""
         while (waiting := self.inbox.peek()) is not None:
-            if not isinstance(waiting, (p.SetArm, p.SetWorkload)):
+            if not isinstance(waiting, (p.SetArm, p.SetWorkload, p.Trace)):
                 return True
             taken = self.inbox.next()
             if taken is None:

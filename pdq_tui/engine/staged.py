@@ -108,7 +108,7 @@ class StagedModel:
         self.scratch = Scratch()
         self.caller = Caller(skeleton)
         self.attention_name = attention_name
-        self.layers, self._table = layers, kernels
+        self.layers, self.kernels = layers, kernels
         self.compiler = LayerCompiler(locations.cache_dir() / "inductor")
         self._arms: weakref.WeakSet[StagedArm] = weakref.WeakSet()
         self._views: weakref.WeakValueDictionary[tuple[Any, ...], View] = weakref.WeakValueDictionary()
@@ -261,7 +261,7 @@ class StagedModel:
             return "eager", "asked for"
         if self.attention_name != "pdq":
             return "eager", f"attention {self.attention_name}"
-        choice = self._table.runner(stage, self.capability)
+        choice = self.kernels.runner(stage, self.capability)
         return choice.runner, "; ".join(choice.reasons) or None
 
     def _compile(self, view: View, rows: int, progress: Progress, cancelled: Callable[[], bool]) -> None:

@@ -130,6 +130,28 @@ class Conversation:
         self._ended(command, lambda e: found.append(e) if isinstance(e, p.Scored) else None)
         return found
 
+    def ask(self, command: p.Ask) -> list[p.Answered]:
+        """An answer a question, in order; fewer than asked for where it was interrupted."""
+        found: list[p.Answered] = []
+        self._ended(command, lambda e: found.append(e) if isinstance(e, p.Answered) else None)
+        return found
+
+    def vanish(self, command: p.Message, timeout_s: float = STOP_S) -> float | None:
+        """Send ``command`` and go away without a word, as an app does that was killed. Returns how many seconds the engine
+        took to end by itself, None where it did not within ``timeout_s``. Nothing can be asked afterwards."""
+        self._supervisor.send(command)
+        return self._supervisor.vanish(timeout_s)
+
+    def tune(self, command: p.Tune, seen: Callable[[Any], object]) -> p.RunEnded:
+        """``seen`` is called with every event, so that what was measured before an interrupt is there."""
+        return self._ended(command, seen)
+
+    def trace(self, command: p.Trace) -> p.Traced:
+        """Kernels of one burst; what failed is in it."""
+        self._supervisor.send(command)
+        done: p.Traced = self._until(p.Traced, lambda e: bool(e.arm == command.arm))
+        return done
+
     def _ended(self, command: p.Message, seen: Callable[[Any], object] = lambda e: None) -> p.RunEnded:
         self._supervisor.send(command)
         ended: p.RunEnded = self._until(p.RunEnded, seen=seen)

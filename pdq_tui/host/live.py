@@ -164,6 +164,11 @@ class LiveSession:
         """Cancel loading, converting or packing."""
         self.supervisor.send(p.CancelTask())
 
+    def trace(self, arm: str, steps: int = 4) -> None:
+        """Profile one burst of ``arm``, between two requests where the workload runs. ``Traced`` answers."""
+        where = self.run.trace_path
+        self.supervisor.send(p.Trace(arm=arm, steps=steps, folder=None if where is None else str(where)))
+
     def restart_engine(self) -> None:
         """Replace the engine; also the way back after it was given up. Everything wanted is sent again."""
         with self._lock:

@@ -64,6 +64,7 @@ def measure(
     min_seconds: float = 10.0,
     warmup_steps: int = 10,
     solo: bool = True,
+    trace_steps: int = 0,
     sensors: bool = True,
     engine_argv: Sequence[str] | None = None,
     sensors_argv: Sequence[str] | None = None,
@@ -74,7 +75,7 @@ def measure(
     Call it from the main thread, where Ctrl-C and SIGTERM arrive: the first ends the measurement at the next token and keeps
     the results, the second ends at once. ``on_event`` is called in this thread. ``hard``: any fallback is an error.
     Raises MeasureError with the exit code of the command (an engine that cannot even start: 4), and with what was
-    measured until then.
+    measured until then. ``trace_steps``: afterwards, a burst of each arm under torch's profiler, of so many steps.
     """
     if not policies:
         raise PdqError("no policy to measure", exit_code=USAGE)
@@ -105,6 +106,12 @@ def measure(
                 solo=solo,
             )
             reason = talk.blocks(command).reason
+            kept_in = run.trace_path
+            # After everything that is measured: what a profiler leaves behind disturbs nothing.
+            for arm in arms if trace_steps and not talk.interrupted else ():
+                talk.trace(
+                    p.Trace(arm=arm, steps=trace_steps, folder=None if kept_in is None else str(kept_in))
+                )
     except InterruptedEarlyError:
         pass
     except PdqError as error:

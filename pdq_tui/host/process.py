@@ -110,6 +110,10 @@ class Worker:
         self.stages.sent(message)
         self._outbox.put(encode(message))
 
+    def vanish(self) -> None:
+        """Close its stdin once it has taken what it was sent."""
+        self._outbox.put(None)
+
     def signal(self, number: int) -> None:
         """Signal the worker's whole process group, if the worker has not been reaped yet."""
         with self._lock:

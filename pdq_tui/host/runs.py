@@ -62,6 +62,11 @@ class Run:
     def journal_path(self) -> Path | None:
         return None if self.in_memory else self.path / "events.jsonl"
 
+    @property
+    def trace_path(self) -> Path | None:
+        """Where traces of torch's profiler go."""
+        return None if self.in_memory else self.path / "trace"
+
     def track(self, pid: int, role: str) -> None:
         """Note a worker in the lock file, so that it can be recognised if this process dies without a word."""
         self.workers[pid] = role
@@ -88,8 +93,8 @@ class Run:
         body = {
             "host": socket.gethostname(),
             "boot": _boot_id(),
-            "app": _stamp(os.getpid(), "app"),
-            "workers": [_stamp(pid, role) for pid, role in self.workers.items()],
+            "app": stamp(os.getpid(), "app"),
+            "workers": [stamp(pid, role) for pid, role in self.workers.items()],
         }
         # A lock that cannot be written only costs the recognition of leftovers; the journal tells about the disk.
         with contextlib.suppress(OSError):
@@ -234,11 +239,13 @@ def _start_ticks(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def _stamp(pid: int, role: str) -> dict[str, Any]:
+def stamp(pid: int, role: str) -> dict[str, Any]:
+    """What tells this process from a later one of the same number: see ``alive``."""
     return {"role": role, "pid": pid, "start_ticks": _start_ticks(pid)}
 
 
-def _alive(stamp: Any) -> bool:
+def alive(stamp: Any) -> bool:
+    """Whether the process that ``stamp`` was made of is still there."""
     return (
         isinstance(stamp, dict)
         and isinstance(stamp.get("pid"), int)
@@ -260,9 +267,9 @@ def leftovers(parents: Iterable[Path] | None = None) -> list[Leftover]:
             if not isinstance(body, dict) or body.get("host") != socket.gethostname():
                 continue
             same_boot = body.get("boot") == _boot_id()
-            if same_boot and _alive(body.get("app")):
+            if same_boot and alive(body.get("app")):
                 continue
-            workers = [w for w in body.get("workers", []) if same_boot and _alive(w)]
+            workers = [w for w in body.get("workers", []) if same_boot and alive(w)]
             for worker in workers:
                 found.append(
                     Leftover(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from typing import Any
 
+from pdq_tui.core.evidence import flagged
 from pdq_tui.core.protocol import (
     ArmReady,
     ArmRefused,
@@ -16,6 +17,7 @@ from pdq_tui.core.protocol import (
     SensorState,
     SnapshotSaved,
     TaskEnded,
+    Traced,
     WorkerExited,
     WorkloadReady,
     WorkloadRefused,
@@ -61,6 +63,8 @@ def lines(event: Any) -> list[Line]:
             return found
         case SnapshotSaved():
             return [("info", f"snapshot {event.name} saved  {event.arm}  {event.path}", None)]
+        case Traced():
+            return _traced(event)
         case WorkerExited(expected=False):
             if event.role == "sensors" and event.replaced:
                 return []
@@ -90,6 +94,15 @@ def _arm_ready(event: ArmReady) -> list[Line]:
             text = f"arm {event.arm}, {stage}: {len(left)} {modules} left in the model's dtype ({names}): {left[0].reason}"
             found.append(("warn", text, None))
     return found
+
+
+def _traced(event: Traced) -> list[Line]:
+    if event.failed is not None:
+        return [("warn", f"no trace of arm {event.arm}: {event.failed}", None)]
+    where = f"saved in {event.path}" if event.path else f"not kept: {event.path_reason}"
+    found: list[Line] = [("info", f"trace of arm {event.arm}, {event.events} events, {where}", None)]
+    found += [("info", f"trace of arm {event.arm}: {note}", None) for note in event.notes]
+    return [*found, *(("warn", text, None) for text in flagged(event.policy, event.stages))]
 
 
 def _workload_ready(event: WorkloadReady) -> list[Line]:

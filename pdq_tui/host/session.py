@@ -61,6 +61,7 @@ class Session:
     """One run as it is now. ``reference``: the arm that ratios are against.
 
     silence   seconds since the engine's last sign of life, where a supervisor knows; see ``Supervisor``.
+    clock     now on the events' own clock, in ns; a recording has its own.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class Session:
         min_effect: float = 0.01,
         reference: str = "B",
         silence: Callable[[], float | None] | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.run = run
         self.journal = journal or Journal(run.journal_path)
         self.reference = reference
         self.silence = silence
+        self._clock = clock
         self._lock = threading.RLock()
         self._start_ns = int(run.meta["monotonic_ns"])
         self._wall_ns = int(run.meta["wall_ns"])
@@ -95,6 +98,7 @@ class Session:
         self._notes: deque[NoteView] = deque(maxlen=NOTES)
         self._notes_total = 0
         self._snapshots: deque[str] = deque(maxlen=SNAPSHOTS)
+        self._traces: dict[str, p.Traced] = {}
         self._live: p.StageSample | None = None
         self._dropped: dict[str, int] = {}
         self._engine = EngineView()
@@ -114,7 +118,7 @@ class Session:
     def apply(self, event: Any) -> None:
         """Take one event in. From any thread; does not wait for anything but the lock."""
         if not event.t_ns:  # made in this process and never on the wire, where it would have been stamped
-            event.t_ns = time.monotonic_ns()
+            event.t_ns = self._clock()
         with self._lock:
             for level, text, hint in sentences.lines(event):
                 self._note(level, text, hint, event.t_ns)
@@ -124,7 +128,7 @@ class Session:
     def note(self, level: str, text: str, hint: str | None = None) -> None:
         """A line of this session's own: ``level`` info, warn or error."""
         with self._lock:
-            self._note(level, text, hint, time.monotonic_ns())
+            self._note(level, text, hint, self._clock())
 
     def events(self, since_ns: int | None = None) -> list[Any]:
         """The journal so far, complete: what a snapshot is made from. ``since_ns`` on the events' own clock."""
@@ -170,6 +174,8 @@ class Session:
                 self._running, self._interleave = e.kind, e.interleave
             case p.RunEnded():
                 self._running, self._live = "", None
+            case p.Traced():
+                self._traces[e.arm] = e
             case p.ArmSwitched():
                 self._active = e.arm
             case p.SensorState():
@@ -273,7 +279,7 @@ class Session:
             self._figures = Figures({a: s for a, s in self._figures.stats.items() if a != arm})
 
     def _note(self, level: str, text: str, hint: str | None, t_ns: int) -> None:
-        wall = self._wall_ns + ((t_ns or time.monotonic_ns()) - self._start_ns)
+        wall = self._wall_ns + ((t_ns or self._clock()) - self._start_ns)
         clock = time.strftime("%H:%M:%S", time.localtime(wall / 1e9))
         self._notes.append(NoteView(clock, level, text, hint))
         self._notes_total += 1
@@ -294,7 +300,7 @@ class Session:
             elif not self._loaded:
                 text = "no model is loaded"
         if state != self._engine.state:
-            self._since_ns = t_ns or time.monotonic_ns()
+            self._since_ns = t_ns or self._clock()
         self._engine = replace(self._engine, state=state, text=text)
 
     # -- what the person asked for, told by LiveSession ------------------------------------------------------------------------
@@ -326,7 +332,7 @@ class Session:
             dirty, self._dirty = self._dirty, False
         if dirty:
             self._refresher.refresh()
-        now_ns = time.monotonic_ns()
+        now_ns = self._clock()
         now = self._seconds(now_ns)
         start = None if window_s is None else now - window_s
         with self._lock:
@@ -351,6 +357,7 @@ class Session:
                 workload_error=self._workload_error,
                 arms=arms,
                 ratios=dict(self._figures.ratios.get(other, {})) if other is not None else {},
+                traces=dict(self._traces),
                 sensor_state=self._sensor_state,
                 sensors=sensors,
                 sensors_age_s=None if sensors is None else (now_ns - sensors.t_ns) / 1e9,

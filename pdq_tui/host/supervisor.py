@@ -153,6 +153,18 @@ class Supervisor:
         """End the engine, if there is one, and start another. Returns at once."""
         self._jobs.put(self._restart_now)
 
+    def vanish(self, timeout_s: float) -> float | None:
+        """Close the engine's stdin without a word, as the kernel does for an app that was killed. Returns how many seconds
+        it took to end, None where it had not within ``timeout_s``."""
+        with self._lock:
+            engine = self._workers.get("engine")
+            if engine is None:
+                return None
+            engine.expected = True
+        begin = time.monotonic()
+        engine.vanish()
+        return time.monotonic() - begin if engine.wait(timeout_s) else None
+
     def close(self, timeout: float = 4.0) -> None:
         """Ask both workers to end, then make them: within ``timeout`` seconds, also during a load or when stopped."""
         with self._lock:

@@ -16,6 +16,7 @@ from pdq_tui.core.protocol import (
     Request,
     SensorSample,
     SensorState,
+    Traced,
     WorkloadReady,
 )
 from pdq_tui.core.stats import Ratio, Summary
@@ -88,6 +89,7 @@ class SessionView:
     ``sensor_series`` keys: power_w, memory_used_bytes, gpu_util, temperature_c, sm_mhz, cpu_load, engine_load,
     engine_rss_bytes; a series that was never measured is not there. ``wants_loop``: the person asked for the loop,
     whether or not it can run yet (``running`` is what is). ``run_text``, ``journal_text``: to be shown as a banner.
+    ``traces``: the last profiled burst an arm, of whatever policy it followed then (``Traced.policy_digest``).
     """
 
     run_id: str
@@ -104,6 +106,7 @@ class SessionView:
     workload_error: str | None = None
     arms: dict[str, ArmView] = field(default_factory=dict)
     ratios: dict[str, Ratio] = field(default_factory=dict)
+    traces: dict[str, Traced] = field(default_factory=dict)
     sensor_state: SensorState | None = None
     sensors: SensorSample | None = None
     sensors_age_s: float | None = None

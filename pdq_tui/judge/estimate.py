@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pdq_tui.core.caveats import SECONDS_MIN
+from pdq_tui.judge.abnormal import OUTPUT
 from pdq_tui.judge.plan import STEPS, Spec
 
 Json = Mapping[str, Any]
@@ -21,6 +22,8 @@ def left(spec: Spec, found: Mapping[str, Json]) -> dict[str, float]:
         "small_quality": _small_quality,
         "confirmation": _confirmation,
         "quality": _quality,
+        "tasks": _tasks,
+        "abnormal": _abnormal,
     }
     return {
         step.name: by_step[step.name](spec, found)
@@ -84,3 +87,22 @@ def _quality(spec: Spec, found: Mapping[str, Json]) -> float:
     seconds: float = small["seconds"]
     share = (_kept(spec, found) + 1) / (len(small["paths"]) + 1)
     return seconds * share * spec.plan.windows / spec.plan.small_windows
+
+
+def _abnormal(spec: Spec, found: Mapping[str, Json]) -> float:
+    """A dozen cases with a clean request each, the longest of them, and the engine that is started anew at the end."""
+    b = found["bottleneck"]
+    assert spec.workload.prompt_tokens is not None
+    one = float(b["ttft_ms"] + OUTPUT * b["tpot_ms"]) / 1e3
+    limit = float(found.get("conditions", {}).get("max_positions") or 0)
+    longest = 2 * limit * float(b["ttft_ms"]) / 1e3 / spec.workload.prompt_tokens
+    load = float(found.get("conditions", {}).get("seconds", 0.0))
+    return 20 * one + (longest if longest <= spec.plan.longest_request_s else 0.0) + load / 2
+
+
+def _tasks(spec: Spec, found: Mapping[str, Json]) -> float:
+    """About 120 prompt tokens and 20 new ones a task, and the base answers as well."""
+    b = found["bottleneck"]
+    assert spec.workload.prompt_tokens is not None
+    one = float(b["ttft_ms"] * 120 / spec.workload.prompt_tokens + 20 * b["tpot_ms"]) / 1e3
+    return (len(spec.tasks) or spec.plan.tasks) * (_kept(spec, found) + 1) * one

@@ -94,7 +94,7 @@ class Evaluation:
         try:
             return self._steps(watch)
         finally:
-            self._close()
+            self.close()
 
     def _steps(self, watch: Watch) -> dict[str, Json]:
         for number, step in enumerate(STEPS, 1):
@@ -112,6 +112,11 @@ class Evaluation:
             if kept.get("stop"):
                 break
         return self.found
+
+    def kept(self) -> dict[str, Json]:
+        """What the steps that are done found, in their order. Raises PdqError where one is damaged."""
+        found = ((step.name, self._kept(step)) for step in STEPS)
+        return {name: body for name, body in found if body is not None}
 
     def _file(self, step: Step) -> Path:
         return self.directory / "steps" / f"{step.name}.json"
@@ -167,7 +172,8 @@ class Evaluation:
             talk.workload(self.spec.workload)
         return self._talk
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End the engine; what needs one opens another, in which nothing is ready."""
         talk, self._talk = self._talk, None
         self._armed.clear()
         if talk is not None:

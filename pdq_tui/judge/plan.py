@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import msgspec
 
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.protocol import Load
 from pdq_tui.core.workload import Workload
+from pdq_tui.judge.taskset import Task
 from pdq_tui.judge.traffic import Shape
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """``selection_blocks`` and ``blocks`` of the two runs. ``small_windows`` decide who is measured at all, ``windows``
-    what is reported; each is ``window_tokens`` long (prefill path), or as many and ``new_tokens`` forced ones (decode)."""
+    what is reported; each is ``window_tokens`` long (prefill path), or as many and ``new_tokens`` forced ones (decode).
+
+    tasks              of the project's own, where the user gives none.
+    longest_request_s  a single request of the abnormal inputs that would take longer is not sent, and said not to be.
+    """
 
     name: str
     selection_blocks: int
@@ -23,6 +29,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     windows: int
     window_tokens: int
     new_tokens: int
+    longest_request_s: float
+    tasks: int
     keep_uniform: int = 3
     keep_staged: int = 2
 
@@ -38,6 +46,8 @@ PLANS: Final = {
             windows=8,
             window_tokens=256,
             new_tokens=24,
+            longest_request_s=60.0,
+            tasks=40,
         ),
         Plan(
             name="full",
@@ -47,6 +57,8 @@ PLANS: Final = {
             windows=24,
             window_tokens=512,
             new_tokens=128,
+            longest_request_s=600.0,
+            tasks=400,
         ),
     )
 }
@@ -58,7 +70,8 @@ STAGED: Final = ("w8a8-prefill-int4-decode", "w8a8-prefill-int8-decode", "bf16-p
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a resumed evaluation must not change. ``uniform[0]`` is the base. ``gate``: a preset's name."""
+    """Everything that a resumed evaluation must not change. ``uniform[0]`` is the base. ``gate``: a preset's name.
+    ``tasks``: what is asked, and ``tasks_name`` where it comes from."""
 
     model: str
     load: Load
@@ -71,6 +84,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     gate: str
     min_effect: float
     seed: int = 0
+    tasks: tuple[Task, ...] = ()
+    tasks_name: str = "the project's own"
 
     @property
     def base(self) -> Policy:
@@ -118,13 +133,36 @@ STEPS: Final = (
         title="Quality, held out",
         why="other windows than those that selected; along the answer, so that the guilty stage shows",
     ),
+    Step(
+        name="tasks",
+        title="Task set",
+        why="divergence does not rank near-lossless policies: answers that changed do, counted both ways",
+    ),
+    Step(
+        name="abnormal",
+        title="Abnormal inputs",
+        why="somebody will send them: each has to end in a stated way, and the next request has to be right",
+    ),
 )
 
-#: What a whole protocol has and this version does not: said in every verdict.
-NOT_TESTED: Final = {
-    "task set": "divergence does not rank near-lossless policies",
-    "load": "throughput under rising concurrency and its knee",
-    "soak": "hours of running: drift of time, memory and answers",
-    "abnormal inputs": "empty, blank, too long, cancelled and broken requests",
-    "energy": "needs a counter and windows of one stage",
+#: What a whole protocol has, in a few words, and the step that tests it; None: this version does not.
+RISKS: Final[dict[str, tuple[str, str | None]]] = {
+    "task set": ("divergence does not rank near-lossless policies", "tasks"),
+    "load": ("throughput under rising concurrency and its knee", None),
+    "soak": ("hours of running: drift of time, memory and answers", None),
+    "abnormal inputs": ("empty, blank, too long, cancelled and broken requests", "abnormal"),
+    "energy": ("needs a counter and windows of one stage", None),
 }
+
+
+def not_tested(found: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """By name of the risk: why it matters, of those that no finished step has looked at."""
+    left: dict[str, str] = {}
+    for name, (why, step) in RISKS.items():
+        done = found.get(step) if step is not None else None
+        if done is None:
+            left[name] = why
+        elif done.get("unsettled"):
+            # A step that could not settle it leaves the risk open, for the reason that it names.
+            left[name] = str(done["unsettled"])
+    return left

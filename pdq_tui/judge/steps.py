@@ -19,7 +19,7 @@ from pdq_tui.core.pairs import noise_floor, ratios
 from pdq_tui.core.stats import BETTER, UNSURE, WORSE, Ratio
 from pdq_tui.errors import PdqError, UsageError
 from pdq_tui.host.conversation import Conversation, RefusedError
-from pdq_tui.judge import breakeven, traffic
+from pdq_tui.judge import breakeven, operation, traffic
 from pdq_tui.judge import quality as judged
 from pdq_tui.judge.plan import Spec
 
@@ -49,6 +49,7 @@ def conditions(ev: Evaluation) -> Json:
     if ev.spec.base.name in refused:
         raise PdqError(f"the base cannot run here: {refused[ev.spec.base.name]}")
     doc = run_document(ev.meta, events, ev.spec.base.name, ev.spec.min_effect)
+    model = collect(events).model
     arms = doc.pop("arms")
     for key in ("ratios", "noise_floor", "warnings"):
         doc.pop(key)
@@ -56,6 +57,7 @@ def conditions(ev: Evaluation) -> Json:
         "contenders": [arm["label"] for arm in arms],
         "refused": refused,
         "weights": {arm["label"]: arm["weights"] for arm in arms},
+        "kv": {arm["label"]: arm["kv"] for arm in arms},
         "fallbacks": {arm["label"]: arm["fallbacks"] for arm in arms if arm["fallbacks"]},
         "operation": {
             arm["label"]: {
@@ -65,7 +67,8 @@ def conditions(ev: Evaluation) -> Json:
             }
             for arm in arms
         },
-        "windows": _windows(ev, collect(events).model),
+        "max_positions": model.max_positions if model else None,
+        "windows": _windows(ev, model),
         "stop": None if len(arms) > 1 else "nothing but the base can run here",
     }
 
@@ -365,4 +368,6 @@ DO: Final[dict[str, Callable[[Evaluation], Json]]] = {
     "small_quality": small_quality,
     "confirmation": confirmation,
     "quality": quality,
+    "tasks": operation.tasks,
+    "abnormal": operation.abnormal,
 }

@@ -19,7 +19,7 @@ from pdq_tui.core.caveats import EXPLAINED_MIN
 from pdq_tui.core.metrics import PRIMARY
 from pdq_tui.core.stats import BETTER, UNSURE
 from pdq_tui.judge import breakeven, quality
-from pdq_tui.judge.plan import NOT_TESTED, Spec
+from pdq_tui.judge.plan import Spec, not_tested
 
 GO: Final = "GO"
 ONLY_IF: Final = "ONLY-IF"
@@ -73,7 +73,7 @@ def _early(stop: str, found: Mapping[str, Json]) -> Verdict:
         because=[stop],
         to_change=[],
         region=None,
-        not_tested=dict(NOT_TESTED),
+        not_tested=not_tested(found),
     )
 
 
@@ -89,6 +89,10 @@ def _one(spec: Spec, found: Mapping[str, Json], name: str) -> Verdict:
     speed_gates = [_speed_gate(r) for r in speed]
     weak = _unexplained(timing["arms"], [name, *uniform])
     explained = _explained_gate(weak)
+    answers = _task_gates(found, name)
+    worse = [g for g in answers if g.result == quality.FAIL]
+    stability = [_drift_gate(found), _abnormal_gate(found)]
+    unstable = [g for g in stability if g.result == quality.FAIL]
     because: list[str] = []
     lost = [g for g in speed_gates if g.result == quality.FAIL]
     open_ = [g for g in speed_gates if g.result == quality.UNSURE]
@@ -98,6 +102,12 @@ def _one(spec: Spec, found: Mapping[str, Json], name: str) -> Verdict:
         because.append(
             f"quality: {quality_gate.measured} nats on the decode path, limit {quality_gate.limit}"
         )
+    elif worse:
+        word = NO_GO
+        because += [f"{g.name}: {g.measured}" for g in worse]
+    elif unstable:
+        word = NO_GO
+        because += [f"{g.name}: {g.measured}" for g in unstable]
     elif weak:
         word = ENGINE_LIMITED
         because.append(
@@ -113,8 +123,11 @@ def _one(spec: Spec, found: Mapping[str, Json], name: str) -> Verdict:
     elif open_ or quality_gate.result == quality.UNSURE:
         word = UNSURE_WORD
     else:
-        word = ONLY_IF if NOT_TESTED else GO
-        region = f"one request or batch at a time, as measured; not tested: {', '.join(NOT_TESTED)}"
+        untested = not_tested(found)
+        word = ONLY_IF if untested else GO
+        region = "one request or batch at a time, as measured" + (
+            f"; not tested: {', '.join(untested)}" if untested else ""
+        )
     because += [f"{g.name}: {g.measured}" for g in (*lost, *open_)]
     because += [f"{g.name}: {g.measured}" for g in speed_gates if g.result == quality.PASS]
     if word == ENGINE_LIMITED:
@@ -129,11 +142,22 @@ def _one(spec: Spec, found: Mapping[str, Json], name: str) -> Verdict:
         word=word,
         staged=name,
         against=uniform,
-        gates=[*speed_gates, quality_gate, _memory_gate(found, name, uniform), _stability_gate(), explained],
+        gates=[
+            *speed_gates,
+            quality_gate,
+            *answers,
+            _memory_gate(found, name, uniform),
+            *stability,
+            explained,
+        ],
         because=because,
-        to_change=_to_change(lost, open_, quality_gate, weak),
+        to_change=[
+            *_to_change(lost, open_, quality_gate, weak),
+            *(f"{g.name}: {g.reason or g.measured}" for g in (*worse, *unstable)),
+            *(f"{what} has to be tested" for what in not_tested(found)),
+        ],
         region=region,
-        not_tested=dict(NOT_TESTED),
+        not_tested=not_tested(found),
     )
 
 
@@ -151,7 +175,7 @@ def _to_change(
         told.append("quality: a narrower interval, from more windows (--plan full)")
     elif held.result == quality.NOT_INFORMATIVE:
         told.append("quality: a checkpoint that was not stored in 4 bits")
-    return [*told, *(f"{what} has to be tested" for what in NOT_TESTED)]
+    return told
 
 
 def _speed_gate(r: Json) -> quality.Gate:
@@ -184,13 +208,55 @@ def _memory_gate(found: Mapping[str, Json], name: str, uniform: Sequence[str]) -
     )
 
 
-def _stability_gate() -> quality.Gate:
+def _task_gates(found: Mapping[str, Json], name: str) -> list[quality.Gate]:
+    """Answers lost, and their length. One that the base is too weak for stays open, and is named as not settled."""
+    gates = found.get("tasks", {}).get("policies", {}).get(name, {}).get("gates")
+    if gates is not None:
+        return [msgspec.convert(g, quality.Gate) for g in gates]
+    why = not_tested(found).get("task set")
+    return [
+        quality.Gate(
+            name="quality: drop on the task set",
+            limit="by the gate's preset",
+            measured="n/a",
+            result=quality.NOT_TESTED,
+            reason=why,
+        )
+    ]
+
+
+def _drift_gate(found: Mapping[str, Json]) -> quality.Gate:
     return quality.Gate(
         name="stability: drift of time, memory and answers over hours",
         limit="no drift over 1 %",
         measured="n/a",
         result=quality.NOT_TESTED,
-        reason=NOT_TESTED["soak"],
+        reason=not_tested(found)["soak"],
+    )
+
+
+def _abnormal_gate(found: Mapping[str, Json]) -> quality.Gate:
+    """Each case ended in a stated way, and the request behind it was right."""
+    name, limit = "stability: abnormal inputs", "each ends as stated, the next request is right"
+    if "abnormal" not in found:
+        why = not_tested(found)["abnormal inputs"]
+        return quality.Gate(name=name, limit=limit, measured="n/a", result=quality.NOT_TESTED, reason=why)
+    rows = found["abnormal"]["abnormal"]
+    asked = [r for r in rows if r["result"] != quality.NOT_TESTED]
+    failed = [r for r in asked if r["result"] == quality.FAIL]
+    left = [f"{r['case']} was not tested: {r['reason']}" for r in rows if r not in asked]
+    bad = [
+        f"{r['case']}: {r['state']}"
+        + ("" if r["next_right"] else ", the next request was not right")
+        + (f" ({r['reason']})" if r["reason"] else "")
+        for r in failed
+    ]
+    return quality.Gate(
+        name=name,
+        limit=limit,
+        measured=f"{len(asked) - len(failed)} of {len(asked)} cases",
+        result=quality.FAIL if failed else quality.PASS,
+        reason="; ".join([*bad, *left]) or None,
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pdq_tui.core.metrics import METRICS, MISSING, format_bytes
 from pdq_tui.judge.plan import STEPS, Spec
+from pdq_tui.judge.scenarios import Card, cards
 from pdq_tui.judge.verdict import Verdict, break_even_sentences
 from pdq_tui.report.page import Page, Table
 from pdq_tui.report.pages import facts, formulas
@@ -49,8 +50,13 @@ def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict) -> Page:
             windows = found.get("conditions", {}).get("windows")
             tables += [_quality(found[name], f"3. {title}", windows), _positions(found[name])]
             break
+    if "tasks" in found:
+        tables.append(_tasks(found["tasks"]))
     if "confirmation" in found:
         tables.append(_map(found["confirmation"]))
+    if "abnormal" in found:
+        tables.append(_abnormal(found["abnormal"]))
+    tables.append(_scenarios(cards(spec, found, v)))
     if "conditions" in found:
         tables.append(_cost(spec, found["conditions"]))
     tables += [_confounders(spec, found), _steps(found)]
@@ -203,7 +209,7 @@ def _ratios(c: Json) -> Table:
 
 def _quality(q: Json, title: str, windows: Json | None) -> Table:
     rows = []
-    footer = ["KLD over the full vocabulary; the task set that near-lossless policies need was not run"]
+    footer = ["KLD over the full vocabulary; it does not rank near-lossless policies: the task set does"]
     if windows:
         footer.insert(
             0,
@@ -278,6 +284,83 @@ def _cell(cell: Json) -> str:
     ci = cell["ci95"]
     clear = "*" if ci and (ci[0] > 0 or ci[1] < 0) else ""
     return f"{cell['delta_ms']:+.0f}{clear}{'~' if cell['extrapolated'] else ''}"
+
+
+def _scenarios(found: Sequence[Card]) -> Table:
+    return Table(
+        title="four situations",
+        columns=["situation", "speaks", "because"],
+        rows=[[c.name, c.says, c.because] for c in found],
+        left=3,
+        footer=["each from what was measured alone; the verdict weighs your traffic"],
+    )
+
+
+def _tasks(t: Json) -> Table:
+    rows = []
+    for name, f in t["policies"].items():
+        low, high = f["drop_ci95"]
+        kinds = ", ".join(f"{kind} {k['policy'] - k['base']:+.0%}" for kind, k in f["kinds"].items())
+        length = MISSING if f["length"] is None else f"{f['length']:.0%}"
+        rows.append(
+            [
+                name,
+                f"{f['base']:.0%}",
+                f"{f['policy']:.0%}",
+                f"{f['drop']:+.1%} [{low:+.1%}, {high:+.1%}]",
+                f"{f['lost']} / {f['gained']}",
+                f"{f['mcnemar_p']:.2g}",
+                f"{f['detectable']:.1%}",
+                str(f["changed"]),
+                length,
+                kinds,
+            ]
+        )
+    template = (
+        "as chats, by the model's template" if t["chat_template"] else "as plain text: no chat template"
+    )
+    return Table(
+        title=f"3. quality held? {t['asked']} tasks ({t['set']}), scored by rule",
+        columns=[
+            "policy",
+            "base solves",
+            "policy solves",
+            "drop",
+            "lost / gained",
+            "McNemar p",
+            "shows from",
+            "other text",
+            "length",
+            "by kind",
+        ],
+        rows=rows,
+        footer=[
+            f"greedy, to the natural end, {template}; {t['refused']} were too long for this model",
+            "shows from: the smallest drop that so many tasks show with 80 % power; equal shares can hide flips",
+        ],
+    )
+
+
+def _abnormal(a: Json) -> Table:
+    right = {True: "yes", False: "NO", None: MISSING}
+    rows = [
+        [
+            r["case"],
+            " or ".join(r["expected"]),
+            r["state"] or MISSING,
+            right[r["next_right"]],
+            _MARKS[r["result"]],
+            r["reason"] or "",
+        ]
+        for r in a["abnormal"]
+    ]
+    return Table(
+        title=f"does it hold up? Abnormal inputs to {a['policy']}",
+        columns=["case", "has to be", "ended", "next right", "result", "why"],
+        rows=rows,
+        left=6,
+        footer=["next right: the same clean request gave the same tokens as before"],
+    )
 
 
 def _cost(spec: Spec, c: Json) -> Table:

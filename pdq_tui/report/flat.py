@@ -12,9 +12,11 @@ import polars as pl
 
 from pdq_tui.core.document import DECODE_KEYS, PREFILL_KEYS
 from pdq_tui.core.metrics import METRICS
+from pdq_tui.report import trend
 from pdq_tui.store import series
 from pdq_tui.store.compare import Comparison
 from pdq_tui.store.figures import FIGURES
+from pdq_tui.store.trend import Trend
 
 _F, _S, _I, _B = pl.Float64(), pl.String(), pl.Int64(), pl.Boolean()
 
@@ -88,10 +90,12 @@ class Flat(msgspec.Struct, frozen=True):
     rows: list[dict[str, Any]]
 
 
-def rows(source: Comparison | Mapping[str, Any]) -> Flat:
+def rows(source: Comparison | Trend | Mapping[str, Any]) -> Flat:
     """Flat rows with their explicit schema. Missing is None, with the reason in the row."""
     if isinstance(source, Comparison):
         return Flat(dict(COMPARISON), _comparison(source))
+    if isinstance(source, Trend):
+        return Flat(dict(trend.SCHEMA), trend.trend_rows(source))
     return Flat(dict(DOCUMENT), [r for arm in source.get("arms", []) for r in _arm(source.get("run"), arm)])
 
 

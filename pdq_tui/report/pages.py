@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from pdq_tui.core.document import DECODE_KEYS, PREFILL_KEYS
@@ -62,8 +63,8 @@ def comparison_page(c: Comparison, *, diff_only: bool = False) -> Page:
         headline=" ".join(_headline(c, side) for side in c.candidates),
         facts=[
             *facts(c.conditions),
-            ("reference", f"{c.reference.label} ({c.reference.id})"),
-            *(("candidate", f"{s.label} ({s.id})") for s in c.candidates),
+            ("reference", _side_fact(c.reference)),
+            *(("candidate", _side_fact(s)) for s in c.candidates),
             ("smallest effect that matters", f"{c.min_effect * 100:g} %"),
         ],
         tables=tables,
@@ -71,6 +72,11 @@ def comparison_page(c: Comparison, *, diff_only: bool = False) -> Page:
         formulas=formulas(shown),
         legend=LEGEND,
     )
+
+
+def _side_fact(side: Side) -> str:
+    """What a column is, when it was measured where that is known, and the note that its snapshot was taken with."""
+    return _join(f"{side.label} ({side.id})", day(side.measured), f"note: {side.note}" if side.note else "")
 
 
 def _headline(c: Comparison, side: Side) -> str:
@@ -205,7 +211,7 @@ def document_page(doc: Json) -> Page:
         title=f"pdq-tui run {doc.get('run') or ''}".strip(),
         headline=" ".join(_ratio_sentence(r) for r in doc.get("ratios", []) if r.get("metric") == "e2e_ms")
         or f"{', '.join(labels) or 'no arm'}: no comparison in this run.",
-        facts=facts(doc),
+        facts=[*facts(doc), *(("note", note) for note in doc.get("notes", []) if note)],
         tables=[_arms_table(arms, labels), *_ratio_tables(doc)],
         notes=[*doc.get("warnings", []), HOLDS],
         formulas=formulas(
@@ -337,7 +343,7 @@ def facts(doc: Json) -> list[tuple[str, str]]:
     """The conditions, in words; what is not known is left out."""
     model, device = doc.get("model") or {}, doc.get("device") or {}
     workload, host = doc.get("workload") or {}, doc.get("host") or {}
-    found: list[tuple[str, str]] = []
+    found: list[tuple[str, str]] = [("measured", day(doc.get("started")))]
     if model:
         identity = model.get("revision") or str(model.get("sha256") or "")[:12]
         count = model.get("parameters") or 0
@@ -365,12 +371,15 @@ def facts(doc: Json) -> list[tuple[str, str]]:
         parts.append(str(workload.get("stop_note") or workload.get("stop") or ""))
         parts.append("chat template applied" if workload.get("chat_template") else "no chat template")
         found.append(("workload", _join(*parts)))
+        blocks = int(workload.get("blocks") or 0)
         prompts = f"{workload.get('prompts')} (sha256 {str(workload.get('prompts_sha256') or '')[:12]})"
         found.append(
-            ("prompts", _join(prompts, f"seed {workload.get('seed')}", f"{workload.get('blocks')} blocks"))
+            ("prompts", _join(prompts, f"seed {workload.get('seed')}", counted(blocks, "whole block")))
         )
         if workload.get("attention"):
             found.append(("attention", str(workload["attention"])))
+    memory = f"{format_bytes(host['memory'])} of memory" if host.get("memory") else ""
+    found.append(("host", _join(host.get("system"), host.get("cpu"), memory)))
     versions = doc.get("libraries") or {}
     tool = (doc.get("tool") or {}).get("version")
     named = [f"{n} {versions[n]}" for n in ("torch", "transformers") if versions.get(n)]
@@ -379,6 +388,15 @@ def facts(doc: Json) -> list[tuple[str, str]]:
     if doc.get("driver"):
         found.append(("driver", str(doc["driver"])))
     return [(k, v) for k, v in found if v]
+
+
+def day(stamp: Any) -> str:
+    """ "2026-12-02 06:30 UTC" of an ISO time; what is no time stays as it is."""
+    try:
+        then = datetime.fromisoformat(str(stamp or ""))
+    except ValueError:
+        return str(stamp or "")
+    return f"{then.astimezone(UTC):%Y-%m-%d %H:%M} UTC" if then.tzinfo else f"{then:%Y-%m-%d %H:%M}"
 
 
 def _clock_facts(clocks: Json) -> list[tuple[str, str]]:

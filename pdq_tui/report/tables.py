@@ -1,4 +1,4 @@
-"""A comparison or a run's document as text: a plain table for the terminal, Markdown, strict JSON, CSV."""
+"""A comparison, a run's document or an evaluation as text: a plain table for the terminal, Markdown, strict JSON, CSV."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import msgspec
 
 from pdq_tui.errors import UsageError
 from pdq_tui.report import flat
+from pdq_tui.report.evaluated import Evaluated
 from pdq_tui.report.page import Page, Table
 from pdq_tui.report.pages import comparison_page, document_page
+from pdq_tui.report.trend import trend_page
 from pdq_tui.store.compare import Comparison
 from pdq_tui.store.snapshot import strict_json
+from pdq_tui.store.trend import Trend
 
-Source = Comparison | Mapping[str, Any]
+Source = Comparison | Evaluated | Trend | Mapping[str, Any]
 
 FORMATS: Final = ("table", "md", "json", "csv")
 _ASCII: Final = {
@@ -55,20 +58,35 @@ def render(
     elif format == "json":
         text = to_json(source).decode("utf-8")
     elif format == "csv":
-        text = flat.to_csv(flat.rows(source))
+        text = flat.to_csv(flat.rows(flat_source(source)))
     else:
         raise UsageError(f"{format!r} is not a format", f"legal: {', '.join(FORMATS)}")
     return to_ascii(text) if ascii_only else text
 
 
+def flat_source(source: Source) -> Comparison | Trend | Mapping[str, Any]:
+    """What has one row a metric. Raises UsageError for an evaluation, which has tables of many kinds."""
+    if isinstance(source, Evaluated):
+        raise UsageError("an evaluation has no single table", "legal for it: md, html, json")
+    return source
+
+
 def page(source: Source, *, diff_only: bool = False) -> Page:
     if isinstance(source, Comparison):
         return comparison_page(source, diff_only=diff_only)
+    if isinstance(source, Evaluated):
+        return source.page()
+    if isinstance(source, Trend):
+        return trend_page(source)
     return document_page(source)
 
 
 def to_json(source: Source) -> bytes:
     """Strict JSON. A comparison's missing numbers are null with ``<key>_reason``."""
+    if isinstance(source, Evaluated):
+        return strict_json(source.body())
+    if isinstance(source, Trend):
+        return strict_json({"schema": 1, "kind": "pdq-tui trend", **msgspec.to_builtins(source)})
     if not isinstance(source, Comparison):
         return strict_json(source)
     body = {"schema": 1, "kind": "pdq-tui comparison", **msgspec.to_builtins(source)}

@@ -37,7 +37,7 @@ _SUMMARIZED: Final = (*RATIO_METRICS, *MEMORY_METRICS, *_UTILIZATION)
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One column. ``label`` is unique among the columns."""
+    """One column. ``label`` is unique among the columns. ``measured``: when its run started, as ISO time."""
 
     id: str
     label: str
@@ -45,6 +45,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     arm: str
     policy: str
     note: str = ""
+    measured: str = ""
     valid: bool = True
 
 
@@ -164,6 +165,7 @@ def _sides(snapshots: Sequence[Snapshot]) -> list[Side]:
                 arm=s.label,
                 policy=s.policy,
                 note=s.note,
+                measured=str(s.manifest.get("started") or s.manifest.get("created") or ""),
                 valid=s.arm.get("valid") is not False,
             )
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -84,6 +85,9 @@ REQUESTS: Final[Schema] = {
 
 #: ``row`` joins to the requests: request numbers start again with a new engine process.
 TOKENS: Final[Schema] = {"row": _I, "request": _I, "arm": _S, "step": _I, "itl_ms": _F}
+
+#: What of them a request's ``itl_ms`` is made from.
+STEPS: Final = ("row", "request", "itl_ms")
 
 _GPU: Final = {
     "name": _S,
@@ -196,11 +200,19 @@ def parquet_bytes(table: pl.DataFrame) -> bytes:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path, schema: Schema, keys: Sequence[str] = ()) -> pl.DataFrame:
-    """One series file, made to fit ``schema``. Raises PdqError where it is not Parquet, cannot be read, or lacks one of
-    the columns ``keys``."""
+def read(
+    path: Path, schema: Schema, keys: Sequence[str] = (), only: Sequence[str] | None = None
+) -> pl.DataFrame:
+    """One series file, made to fit ``schema``; ``only`` these of its columns, which a file of a million rows is read in
+    half the time for. Raises PdqError where it is not Parquet, cannot be read, or lacks one of the columns ``keys``."""
     try:
-        table = pl.read_parquet(io.BytesIO(path.read_bytes()))
+        data = path.read_bytes()
+        if only is None:
+            table = pl.read_parquet(io.BytesIO(data))
+        else:
+            there = pl.read_parquet_schema(io.BytesIO(data))
+            table = pl.read_parquet(io.BytesIO(data), columns=[c for c in there if c in {*only, *keys}])
+            schema = {name: kind for name, kind in schema.items() if name in only}
     except (OSError, pl.exceptions.PolarsError) as error:
         raise PdqError(f"{path} cannot be read: {_first_line(error)}") from error
     lacks = [name for name in keys if name not in table.columns]
@@ -313,8 +325,17 @@ def _is_default(s: pl.Series) -> bool:
 def _steps(tokens: pl.DataFrame, join: str) -> dict[int, list[float]]:
     """The gaps of each request by its number in the column ``join``, in the order of the file."""
     there = tokens.select(join, "itl_ms").drop_nulls()
-    by_request = there.group_by(join, maintain_order=True).agg("itl_ms")
-    return dict(zip(by_request[join].to_list(), by_request["itl_ms"].to_list(), strict=True))
+    if not there[join].is_sorted():
+        by_request = there.group_by(join, maintain_order=True).agg("itl_ms")
+        return dict(zip(by_request[join].to_list(), by_request["itl_ms"].to_list(), strict=True))
+    # As it is written: one list cut where the next request begins is a third of the time of a list a request.
+    values = there["itl_ms"].to_list()
+    runs = there[join].rle().struct.unnest()
+    ends = itertools.accumulate(runs["len"].to_list(), initial=0)
+    cuts = itertools.pairwise(ends)
+    return {
+        number: values[begin:end] for number, (begin, end) in zip(runs["value"].to_list(), cuts, strict=True)
+    }
 
 
 def _first_line(error: Exception) -> str:

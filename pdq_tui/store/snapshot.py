@@ -19,7 +19,7 @@ from typing import Any, Final
 import polars as pl
 
 from pdq_tui.core.caveats import warnings
-from pdq_tui.core.document import arm_document, compared, put, setup_document
+from pdq_tui.core.document import arm_document, compared, complete_blocks, put, setup_document
 from pdq_tui.core.facts import Facts, clocks, collect, other_load, samples_during, slowed
 from pdq_tui.core.protocol import DeviceInfo, ModelInfo, Request
 from pdq_tui.errors import PdqError
@@ -83,10 +83,10 @@ class Snapshot:
     def sensors_table(self) -> pl.DataFrame:
         return self._series("sensors")
 
-    def _series(self, name: str) -> pl.DataFrame:
+    def _series(self, name: str, only: Sequence[str] | None = None) -> pl.DataFrame:
         """Raises PdqError where the file is none of this snapshot's: another kind, or another number of rows."""
         file = self.path / f"{name}.parquet"
-        table = series.read(file, series.SERIES[name], series.KEYS[name])
+        table = series.read(file, series.SERIES[name], series.KEYS[name], only)
         said = _table(self.part("series").get(name)).get("rows")
         if said is not None and said != table.height:
             raise PdqError(f"{file} is not of this snapshot: {table.height} rows, its manifest says {said}")
@@ -95,7 +95,9 @@ class Snapshot:
     @cached_property
     def requests(self) -> list[Request]:
         """The arm's requests, all of them, marked as they were (warm-up, first use, invalid, control, solo)."""
-        return series.requests_of(self.requests_table, self.tokens_table, self.label)
+        read = self.__dict__.get("tokens_table")  # whole already, where somebody looked at it
+        tokens = self._series("tokens", series.STEPS) if read is None else read
+        return series.requests_of(self.requests_table, tokens, self.label)
 
     @cached_property
     def device(self) -> DeviceInfo:
@@ -133,6 +135,7 @@ def document(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
     ]
     doc["warnings"] = list(dict.fromkeys(w for s in snapshots for w in s.manifest.get("warnings") or []))
     doc["snapshots"] = [s.id for s in snapshots]
+    doc["notes"] = [s.note for s in snapshots]
     return doc
 
 
@@ -162,7 +165,7 @@ def save(
         raise PdqError(f"nothing was measured of arm {arm!r}", f"arms so far: {known}")
     if not requests:
         raise PdqError(f"arm {arm!r} has no request yet", "wait for the first one to end")
-    known_meta = dict(meta) if meta is not None else _read_meta(run_dir)
+    known_meta = dict(meta) if meta is not None else read_meta(run_dir)
     known_meta.setdefault("id", run_dir.name)
     manifest = _manifest(known_meta, facts, arm, note, reference, min_effect)
     shown = samples_during(facts, requests)
@@ -185,8 +188,7 @@ def _manifest(
     labels = facts.labels(reference)
     requests = facts.of(arm)
     everything = sorted((r for a in labels for r in facts.of(a)), key=lambda r: (r.t_ns, r.request))
-    mine = {r.block for r in requests if r.block is not None and not r.warmup}
-    out = setup_document(meta, facts, len(mine))
+    out = setup_document(meta, facts, len(complete_blocks(everything, labels)))
     out |= {"kind": KIND, "schema": SCHEMA, "label": arm, "note": note, "reference": labels[0]}
     out["created"] = datetime.now(UTC).isoformat(timespec="seconds")
     out["arm"] = arm_document(facts, arm)
@@ -207,7 +209,8 @@ def _manifest(
     return out
 
 
-def _read_meta(run_dir: Path) -> dict[str, Any]:
+def read_meta(run_dir: Path) -> dict[str, Any]:
+    """A run's meta.json; empty where there is none that can be read."""
     try:
         body = json.loads((run_dir / "meta.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

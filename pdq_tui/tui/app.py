@@ -68,6 +68,7 @@ class Options:
     marker     auto, braille, block, ascii. ascii: None finds out from the terminal.
     readonly   look only: see ``keys.works``. min_effect: the least relative difference that matters.
     keys       binding id → keys, replacing the built-in ones.
+    first      nothing was ever measured here: the screen says what to press.
     """
 
     runs_dir: Path
@@ -82,6 +83,7 @@ class Options:
     readonly: bool = False
     min_effect: float = 0.01
     keys: dict[str, str] = field(default_factory=dict)
+    first: bool = False
 
 
 def _compare() -> Screen[Any]:
@@ -94,6 +96,12 @@ def _policies() -> Screen[Any]:
     from pdq_tui.tui.policies import PoliciesScreen
 
     return PoliciesScreen()
+
+
+def _verdict() -> Screen[Any]:
+    from pdq_tui.tui.verdict import VerdictScreen
+
+    return VerdictScreen()
 
 
 def _log() -> Screen[Any]:
@@ -118,7 +126,7 @@ class PdqApp(App[int]):
     TITLE = "pdq"
     #: Made when first shown, then kept with what they hold.
     SCREENS: ClassVar[dict[str, Callable[[], Screen[Any]]]] = {
-        "live": LiveScreen, "compare": _compare, "policies": _policies, "log": _log,
+        "live": LiveScreen, "compare": _compare, "policies": _policies, "verdict": _verdict, "log": _log,
     }  # fmt: skip
     BINDINGS: ClassVar[list[BindingType]] = list(keys.APP)
     COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {_palette}
@@ -143,7 +151,7 @@ class PdqApp(App[int]):
         for each in theme.THEMES:
             self.register_theme(each)
         if options.keys:  # looking them up imports every screen: only for those who changed one
-            keys.check(options.keys, known_ids())
+            keys.check(options.keys, scopes())
         self.set_keymap(options.keys)
         self.set_theme(theme.start_theme(options.theme, os.environ))
 
@@ -271,6 +279,22 @@ class PdqApp(App[int]):
             self.session.note("info", f"picture of the screen in {path}")
         self._redraw()
 
+    async def export_as(self, form: str) -> None:
+        """The export dialog of whatever is shown, with one format on."""
+        from pdq_tui.tui.export import ExportDialog
+
+        await self.run_action("export", self.screen if hasattr(self.screen, "action_export") else self)
+        if isinstance(self.screen, ExportDialog):
+            self.screen.only(form)
+
+    async def compare_with(self, snapshot: str) -> None:
+        """Take a snapshot, by its id, into the comparison."""
+        from pdq_tui.tui.compare import CompareScreen
+
+        await self.action_go("compare")
+        if isinstance(self.screen, CompareScreen):
+            self.screen.take(snapshot)
+
     async def run_on_live(self, action: str) -> None:
         """Do one of the live screen's actions from wherever the palette was opened."""
         await self.action_go("live")
@@ -372,24 +396,44 @@ def _with_source(load: Load, source: Path) -> Load:
     return msgspec.structs.replace(load, source=str(source))
 
 
-def known_ids() -> list[str]:
-    """Ids of every key binding of the app and its screens: what ``[keys]`` may name."""
-    from pdq_tui.tui import ask, compare, compare_detail, export, lines, log, page, policies
+def scopes() -> list[list[Binding]]:
+    """Bindings that can be pressed at the same place, a list a place: what is on the screen first, the app's last."""
+    from pdq_tui.tui import (
+        ask,
+        compare,
+        compare_detail,
+        export,
+        lines,
+        log,
+        page,
+        policies,
+        replay,
+        verdict,
+        verdict_evidence,
+    )
     from pdq_tui.tui import help as helping
 
-    found = [*keys.ids(keys.APP), *keys.ids(keys.LIVE)]
-    for owner in (
+    def of(*owners: Any) -> list[Binding]:
+        return [b for owner in owners for b in owner.BINDINGS if isinstance(b, Binding)]
+
+    app = [*keys.APP, *replay.PLAYER]
+    screens = (compare.CompareScreen, log.LogScreen, policies.PoliciesScreen, verdict.VerdictScreen)
+    dialogs = (
         ask.Ask,
         ask.Pick,
         ask.Write,
-        compare.CompareScreen,
         compare_detail.RowDetail,
         export.ExportDialog,
         helping.HelpScreen,
-        lines.LineList,
-        log.LogScreen,
-        page.Page,
-        policies.PoliciesScreen,
-    ):
-        found += [b.id for b in owner.BINDINGS if isinstance(b, Binding) and b.id]
-    return found
+        verdict_evidence.Evidence,
+    )
+    return [
+        [*keys.LIVE, *app],
+        *([*of(screen, lines.LineList, page.Page), *app] for screen in screens),
+        *(of(dialog, lines.LineList) for dialog in dialogs),
+    ]
+
+
+def known_ids() -> list[str]:
+    """Ids of every key binding of the app and its screens: what ``[keys]`` may name."""
+    return list(dict.fromkeys(b.id for scope in scopes() for b in scope if b.id))

@@ -1,22 +1,29 @@
-"""The palette: everything that a key does, and the policies for both arms, found by name."""
+"""The palette: everything that a key does, and policies, metrics, snapshots and exports, found by name."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
 
 from textual.command import CommandPalette, DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 
+from pdq_tui.core.metrics import METRICS
 from pdq_tui.tui import keys
+from pdq_tui.tui.export import FORMATS
 from pdq_tui.tui.lines import literal
+from pdq_tui.tui.pictures import METRIC_CHARTS
 
 if TYPE_CHECKING:
     from pdq_tui.core.policy import Policy
     from pdq_tui.tui.app import PdqApp
 
+#: Snapshots that the palette offers; the comparison's own list has all.
+_SNAPSHOTS: Final = 50
 #: (name, help, what it does)
 Command = tuple[str, str, Callable[[], object]]
 
@@ -31,10 +38,10 @@ class Palette(CommandPalette):
 
 
 class PdqCommands(Provider):
-    """Commands of the app, of the live screen (wherever one is), and one an arm and policy."""
+    """Commands of the app, of the live screen (wherever one is), and one an arm and policy, metric, format, snapshot."""
 
     async def startup(self) -> None:
-        self.commands = list(self._commands())
+        self.commands = [*self._commands(), *await asyncio.to_thread(self._snapshots)]
 
     @property
     def pdq(self) -> PdqApp:
@@ -56,8 +63,30 @@ class PdqCommands(Provider):
             )
         if not readonly:
             yield from self._policies()
+        for chart in METRIC_CHARTS:
+            metric = METRICS[chart]
+            show = partial(self.pdq.run_on_live, f"show_metric('{chart}')")
+            yield f"Metric: {metric.short}", f"{metric.name}: {metric.formula}", show
+        for form, text in FORMATS:
+            yield f"Export: {form}", text, partial(self.pdq.export_as, form)
         for theme in sorted(self.pdq.available_themes):
             yield f"Theme: {theme}", "colours of the screen", partial(self.pdq.set_theme, theme)
+
+    def _snapshots(self) -> list[Command]:
+        """The newest, wherever this run lies. For a thread: a slow disk must not hold up the keys."""
+        from pdq_tui.store.listing import list_snapshots
+
+        folders = dict.fromkeys([self.pdq.runs_dir, Path(self.pdq.session.view(1.0).run_dir).parent])
+        found = [s for folder in folders for s in list_snapshots(folder) if s.error is None]
+        found.sort(key=lambda s: (s.created, s.id), reverse=True)
+        return [
+            (
+                f"Compare with: {s.id}",
+                literal(f"{s.arm} {s.policy} {s.model} {s.note}".strip()),
+                partial(self.pdq.compare_with, s.id),
+            )
+            for s in found[:_SNAPSHOTS]
+        ]
 
     def _policies(self) -> Iterator[Command]:
         from pdq_tui.core.catalog import policies

@@ -144,6 +144,15 @@ class CompareScreen(Page):
         self.picks.toggle(name)
         self._compare()
 
+    def take(self, name: str) -> None:
+        """Pick a snapshot by its id, known yet or not."""
+        if name not in self.picks.picked:
+            self.picks.toggle(name)
+        if all(picked in {s.id for s in self.picks.listed} for picked in self.picks.picked):
+            self._compare()
+        else:
+            self._list()  # comparing follows, once its place is known
+
     def action_reference(self) -> None:
         name = self._snapshot_key() or self._candidate_id()
         if name is None:
@@ -350,5 +359,12 @@ class CompareScreen(Page):
         if found is None:
             self.app.push_screen(ExportDialog())
             return
+        sources = dict(self.sources)
+
+        def subject() -> Any:
+            from pdq_tui.report import samples, write
+
+            return write.Reported(found, samples.of_snapshots(found, sources.values()))
+
         names = " against ".join(side.label for side in (found.reference, *found.candidates))
-        self.app.push_screen(ExportDialog(lambda: found, f"the comparison {names}"))
+        self.app.push_screen(ExportDialog(subject, f"the comparison {names}"))

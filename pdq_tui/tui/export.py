@@ -20,6 +20,7 @@ from pdq_tui.tui.lines import Line, LineList, drawn, fit, is_ascii, literal, sen
 
 FORMATS = (
     ("md", "tables to read and paste"),
+    ("html", "one file with figures, opens anywhere"),
     ("json", "everything, strict JSON, for scripts"),
     ("csv", "one row a metric, for a spreadsheet"),
     ("parquet", "typed columns, for polars or pandas"),
@@ -84,6 +85,12 @@ class ExportDialog(ModalScreen[None]):
         box.focus()
         self._show()
         self._tell("space on or off   tab directory   enter export   esc close")
+
+    def only(self, form: str) -> None:
+        """This one of ``FORMATS`` on, the others off."""
+        self.formats = {form}
+        if self.is_mounted:
+            self._show()
 
     def _session(self) -> Any:
         return getattr(self.app, "session")  # noqa: B009 - the app's class is not this room's to know
@@ -153,12 +160,16 @@ class ExportDialog(ModalScreen[None]):
         self.app.call_from_thread(self._written, text, (str(folder), frozenset(formats)) if refused else None)
 
     def _measured(self) -> Any:
+        from pdq_tui.report import samples, write
+
         session = self._session()
         least = getattr(self.app, "min_effect")  # noqa: B009 - see _session
-        document = run_document(session.run.meta, session.events(), min_effect=least)
+        events = session.events()
+        document = run_document(session.run.meta, events, min_effect=least)
         if not document["arms"]:
             raise PdqError("nothing was measured yet")
-        return document
+        labels = [arm["label"] for arm in document["arms"]]
+        return write.Reported(document, samples.of_events(events, session.run.path.name, labels))
 
     def _written(self, text: str, refused: tuple[str, frozenset[str]] | None) -> None:
         self.busy = False

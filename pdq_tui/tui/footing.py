@@ -65,6 +65,21 @@ def bottom_rows(
     return rows + note_rows(view, width, height - len(rows), look)
 
 
+def first_words(names: Mapping[str, str]) -> tuple[str, str, str]:
+    """What to press, for somebody who has never been here. ``names``: binding id → keys, where they were moved."""
+
+    def key(id_: str) -> str:
+        return keys.shown(id_, names)
+
+    return (
+        f"{key('live.arm_a')} {key('live.arm_b')}: an arm; {key('live.interleave')}: both in turns, compared; "
+        f"{key('live.prefill')} {key('live.decode')}: precision",
+        f"{key('live.snapshot')}: keep; {key('screen.compare')}: compare; {key('app.export')}: report; "
+        f"{key('screen.verdict')}: is it worth it here?",
+        f"{key('app.help')}: every key and every number; {key('app.quit')}: quit",
+    )
+
+
 def key_row(view: SessionView, width: int, look: Look, readonly: bool, names: Mapping[str, str]) -> Row:
     """The keys that matter most, as many as fit, and that there are more. ``names``: binding id → keys, where they were moved."""
 

@@ -40,12 +40,13 @@ class Look:
 
 @dataclass(frozen=True)
 class Display:
-    """The display's own state, which the session does not know."""
+    """The display's own state, which the session does not know. ``first``: nobody has been here before."""
 
     frozen_s: float | None = None
     slow_fps: float | None = None
     fps: float = 2.0
     readonly: bool = False
+    first: bool = False
 
 
 def state_words(view: SessionView, display: Display, look: Look) -> Part:

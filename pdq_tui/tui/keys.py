@@ -7,10 +7,12 @@ Avoided on purpose: alt and meta, ctrl+a and ctrl+b (screen, tmux), ctrl+s (flow
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from textual.binding import Binding, BindingType
+from textual.keys import _character_to_key
 
 from pdq_tui.errors import UsageError
 
@@ -22,11 +24,12 @@ def bound(
     return Binding(keys, action, word, id=id_, tooltip=tooltip, priority=priority, show=show)
 
 
-#: Screens in the order of their digits; 4 and 5 are kept for screens to come.
+#: Screens in the order of their digits; 5 is kept for a screen to come.
 SCREENS: Final = (
     ("1", "live", "Live"),
     ("2", "compare", "Compare"),
     ("3", "policies", "Policies"),
+    ("4", "verdict", "Verdict"),
     ("6", "log", "Log"),
 )
 
@@ -43,7 +46,13 @@ APP: Final[tuple[Binding, ...]] = (
         "keys of this screen and the formula of the focused panel",
     ),
     bound("colon,ctrl+p", "command_palette", "Palette", "app.palette", "find a command by its name"),
-    bound("e", "export", "Export", "app.export", "write what was measured as md, json, csv or parquet"),
+    bound(
+        "e",
+        "export",
+        "Export",
+        "app.export",
+        "write what was measured: html with figures, md, json, csv, parquet",
+    ),
     bound("y", "copy", "Copy", "app.copy", "copy this screen's figures (OSC 52) and save them as a file"),
     bound("T", "next_theme", "Theme", "app.theme", "next colour theme"),
     bound("f12", "picture", "Picture", "app.screenshot", "SVG picture of the screen into the run's folder"),
@@ -118,6 +127,7 @@ CHANGING: Final = frozenset(
         "interrupt",
         *("run", "restart", "arm", "interleave", "stage", "kv", "snapshot", "snapshot_note"),  # live
         *("apply", "write", "delete"),  # policies
+        "plan",  # verdict
     }
 )
 #: Actions that stand in for one of those with --readonly, and are off without.
@@ -133,14 +143,40 @@ def ids(bindings: Iterable[BindingType]) -> list[str]:
     return [b.id for b in bindings if isinstance(b, Binding) and b.id]
 
 
-def check(overrides: Mapping[str, str], known: Iterable[str]) -> None:
-    """Raises UsageError for a binding id that does not exist, naming the nearest."""
-    names = sorted(known)
+def check(overrides: Mapping[str, str], scopes: Sequence[Sequence[Binding]]) -> None:
+    """Raises UsageError for a binding id that does not exist, naming the nearest, and for a key that would then mean two
+    things at one place (``scopes``: the bindings of each), naming both."""
+    names = sorted({b.id for scope in scopes for b in scope if b.id})
     for name in overrides:
         if name not in names:
             near = difflib.get_close_matches(name, names, 2)
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(names)}"
             raise UsageError(f"[keys] {name}: no key binding has this id", hint)
+    for scope in scopes:
+        before = _clashes(scope, {})  # a screen's own key in the place of the app's is meant
+        for key, one, other in sorted(_clashes(scope, overrides) - before):
+            raise UsageError(
+                f"[keys] {key!r} would be both {one} and {other}",
+                f"give {other if one in overrides else one} another key in [keys] as well",
+            )
+
+
+def _clashes(scope: Sequence[Binding], overrides: Mapping[str, str]) -> set[tuple[str, str, str]]:
+    """(key, id, id) of the bindings of one place that answer to the same key."""
+    owners: dict[str, list[str]] = {}
+    for binding in scope:
+        if not binding.id:
+            continue
+        for key in overrides.get(binding.id, binding.key).split(","):
+            name = _character_to_key(key.strip()) if len(key.strip()) == 1 else key.strip()
+            there = owners.setdefault(name, [])
+            if binding.id not in there:
+                there.append(binding.id)
+    return {
+        (key, first, second)
+        for key, there in owners.items()
+        for first, second in itertools.combinations(sorted(there), 2)
+    }
 
 
 def shown(id_: str, overrides: Mapping[str, str]) -> str:

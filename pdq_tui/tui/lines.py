@@ -27,7 +27,7 @@ ASCII = {
     "★": "*", "▶": ">", "▲": "^", "▼": "v", "✓": "ok", "✗": "x", "⚑": "!", "●": "*", "○": "o", "·": "-",
     "±": "+-", "Δ": "d", "×": "x", "…": "...", "→": "->", "≥": ">=", "≤": "<=", "–": "-", "─": "-", "│": "|",
     "┤": "|", "▁": ".", "▂": ".", "▃": ":", "▄": ":", "▅": "=", "▆": "=", "▇": "#", "█": "#", "√": "sqrt",
-    "Σ": "sum", "∞": "inf", "½": "1/2", "δ": "delta",
+    "Σ": "sum", "∞": "inf", "−": "-", "■": "#", "½": "1/2", "δ": "delta",
 }  # fmt: skip
 _ASCII_TABLE = str.maketrans(ASCII)
 #: Control characters would move the cursor or recolour the screen: each is shown as its Unicode control picture.

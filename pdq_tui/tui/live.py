@@ -122,7 +122,7 @@ class LiveScreen(Screen[None]):
             return  # another screen is in front
         view = self._with_fetch(self.pdq.session.view(self.window_s))
         self._mark(view)
-        display = Display(readonly=self.pdq.readonly, fps=self.pdq.fps)
+        display = Display(readonly=self.pdq.readonly, fps=self.pdq.fps, first=self.pdq.options.first)
         if self.slow:
             display = replace(display, slow_fps=1.0)
         if self.frozen is not None:
@@ -250,6 +250,11 @@ class LiveScreen(Screen[None]):
         index = self._chart_index()
         place = pictures.CHARTS.index(self.charts[index])
         self.charts[index] = pictures.CHARTS[(place + step) % len(pictures.CHARTS)]
+        self.redraw()
+
+    def action_show_metric(self, chart: str) -> None:
+        """``chart``: one of ``pictures.CHARTS``; into the focused chart, else the first."""
+        self.charts[self._chart_index()] = chart
         self.redraw()
 
     def _chart_index(self) -> int:

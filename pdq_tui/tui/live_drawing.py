@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from textual.screen import Screen
@@ -12,6 +12,7 @@ from pdq_tui.host.view import SessionView
 from pdq_tui.tui import device_panel, footing, heading, panels, pictures
 from pdq_tui.tui.chart import Chart
 from pdq_tui.tui.heading import Display, Look
+from pdq_tui.tui.lines import Row
 from pdq_tui.tui.plot import spark
 from pdq_tui.tui.rows import Rows, clip, row
 
@@ -40,7 +41,10 @@ class Drawing:
         self._rows("header").show([heading.header(view, self.display, width, look)])
         self._rows("policies").show([heading.policy_line(view, width, look)])
         height = self._rows("bottom").size.height
-        self._rows("bottom").show(footing.bottom_rows(view, width, height, look))
+        hint: list[Row] = []
+        if self._greets and self.layout == "small" and not view.tasks:  # where there is no chart to say it in
+            hint = [row(f" {text}") for text in footing.first_words(self.keys)]
+        self._rows("bottom").show(footing.bottom_rows(view, width, height, look, hint))
         self._rows("keys").show([footing.key_row(view, width, look, readonly, self.keys)])
         title, source = device_panel.device_title(view)
         for stage in ("prefill", "decode"):
@@ -69,6 +73,9 @@ class Drawing:
             widget = self.screen.query_one(f"#chart{index}", Chart)
             if widget.display:
                 shown = pictures.titled(view, chart_id, window_s, marks, look, readonly=self.display.readonly)
+                if self._greets and index == 0:
+                    words = "\n".join(footing.first_words(self.keys))
+                    shown = replace(shown, picture=replace(shown.picture, empty=words))
                 widget.metric = chart_id
                 title = shown.title + ("  (m: next)" if self.layout == "mid" else "")
                 widget.show(shown.picture, title, look.own(shown.subtitle))
@@ -80,6 +87,11 @@ class Drawing:
                 points = shown.picture.curves[0].points if shown.picture.curves else ()
                 line = row(" ", (spark(points, bars, plain=look.plain), "a"), f"  {shown.value}")
                 strip.show([clip(line, strip.size.width)], shown.title)
+
+    @property
+    def _greets(self) -> bool:
+        """Whether to say what to press: until there is something to see."""
+        return self.display.first and not any(arm.requests for arm in self.view.arms.values())
 
     def _rows(self, widget_id: str) -> Rows:
         return self.screen.query_one(f"#{widget_id}", Rows)

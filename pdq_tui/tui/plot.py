@@ -166,13 +166,16 @@ def _summary(picture: Picture, visible: Sequence[Sequence[Point]]) -> str:
 
 
 def _words(text: str, width: int, height: int, role: str = "axis") -> list[Row]:
-    """``text`` centred on an otherwise empty field, wrapped between words."""
+    """``text`` centred on an otherwise empty field, wrapped between words; each line of it begins a new one."""
     lines: list[str] = []
-    for word in text.split():
-        if lines and len(lines[-1]) + 1 + len(word) <= width - 2:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
+    for part in text.split("\n"):
+        begin = True
+        for word in part.split():
+            if not begin and len(lines[-1]) + 1 + len(word) <= width - 2:
+                lines[-1] += f" {word}"
+            else:
+                lines.append(word)
+            begin = False
     lines = lines[:height]
     top = (height - len(lines)) // 2
     rows: list[Row] = []

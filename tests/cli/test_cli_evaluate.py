@@ -19,7 +19,16 @@ SMALL = (
     "--in", "16", "--out", "4", "--threads", "1", "--device", "cpu",
     "--baseline", "bf16", "--baseline", "int4", "--candidate", STAGED, "--gate", "loose",
 )  # fmt: skip
-STEPS = ["conditions", "bottleneck", "selection", "small_quality", "confirmation", "quality"]
+STEPS = [
+    "conditions",
+    "bottleneck",
+    "selection",
+    "small_quality",
+    "confirmation",
+    "quality",
+    "tasks",
+    "abnormal",
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +59,7 @@ def evaluated(
         env=environment(home), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "1/6 Conditions: done before" in done.stderr
+    assert f"1/{len(STEPS)} Conditions: done before" in done.stderr
     for name, when in before.items():
         assert (place / "steps" / name).stat().st_mtime_ns == when, "what is done is not done again"
     return home, place, json.loads(done.stdout)
@@ -88,7 +97,19 @@ def test_every_step_left_its_evidence(evaluated: tuple[Path, Path, dict[str, Any
     arms = [arm["label"] for arm in found["confirmation"]["arms"]]
     assert arms[0] == found["confirmation"]["reference"] and set(arms) == named(found), "and nobody else"
     journals = [*place.glob("runs/*/events.jsonl")]
-    assert len(journals) == 2, "one engine for all steps of a sitting, and there were two sittings"
+    assert len(journals) == 3, "an engine a sitting, and one after the disconnect"
+    rows = {r["case"]: r for r in body["abnormal"]}
+    assert len(rows) == 12 and all(r["result"] == "pass" and r["next_right"] for r in rows.values()), rows
+    assert rows["empty"]["reason"].endswith("the prompt is empty")
+    assert rows["cancelled during decode"]["reason"] == "after 5 of 8 tokens"
+    tasks = body["tasks"]
+    assert tasks["asked"] == 40 and tasks["refused"] < 40, "some fit into 256 positions of one character each"
+    gates = {g["name"]: g["result"] for g in tasks["policies"][STAGED]["gates"]}
+    assert gates["quality: drop on the task set"] == "not informative", "random weights solve nothing"
+    assert "the base solves" in body["verdict"]["not_tested"]["task set"]
+    quality = body["quality"]
+    assert [r["policy"] for r in quality["prefill_path"]].count(STAGED) == 1
+    assert {r["position"] for r in quality["decode_path"]} == set(range(24))
 
 
 def named(found: dict[str, Any]) -> set[str]:
@@ -144,6 +165,7 @@ def test_an_evaluation_is_begun_once_and_named_where_it_cannot_be(
         (("--gate", "any"), "legal: strict, standard, loose"),
         (("--baseline", STAGED), "--baseline takes uniform policies"),
         (("--traffic", "nothing.csv"), "is no preset"),
+        (("--tasks", "nothing.jsonl"), "cannot be read"),
     ):
         done = pdq("evaluate", str(tiny_model), *words)
         assert done.returncode == 2 and sentence in done.stderr, (words, done.stderr)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import made_snapshots
 from fake_views import BASE, STAGED, FakeSession, demo_model, make_view, starting_view
+from small_app import text_of
 from textual.command import CommandPalette
 
 from pdq_tui.core.kv import KvGeometry, KvPolicy
@@ -17,6 +22,8 @@ from pdq_tui.errors import PdqError, UsageError
 from pdq_tui.host.view import EngineView, TaskView
 from pdq_tui.tui import keys
 from pdq_tui.tui.ask import Ask, Pick, Write
+from pdq_tui.tui.chart import Chart
+from pdq_tui.tui.commands import PdqCommands
 from pdq_tui.tui.export import ExportDialog
 from pdq_tui.tui.help import HelpScreen
 from pdq_tui.tui.lines import LineList
@@ -322,12 +329,12 @@ async def test_keys_digits_change_the_screen_and_back(make_app: Make, key: str, 
         assert isinstance(app.screen, LiveScreen)
 
 
-async def test_keys_four_and_five_are_nothing_yet(make_app: Make) -> None:
+async def test_key_five_is_nothing_yet(make_app: Make) -> None:
     app = make_app()
     async with app.run_test(size=SIZE) as pilot:
-        await pilot.press("4", "5")
+        await pilot.press("5")
         assert app.showing == "live"
-        assert " 4 " not in app.screen.query_one("#keys", Rows).text
+        assert " 5 " not in app.screen.query_one("#keys", Rows).text
 
 
 async def test_keys_e_opens_the_export_dialog(make_app: Make) -> None:
@@ -441,6 +448,51 @@ def test_app_unknown_key_id_is_named_with_the_nearest(make_app: Make) -> None:
     assert "live.interleave" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("moved", "words"),
+    [
+        ({"live.run": "a"}, r"'a' would be both live\.arm_a and live\.run"),
+        ({"live.run": "q"}, r"'q' would be both app\.quit and live\.run"),
+        ({"app.help": "j"}, r"'j' would be both app\.help and l"),
+        ({"policies.new": "c"}, r"'c' would be both policies\.clone and policies\.new"),
+        ({"live.metric_next": "?"}, r"'question_mark' would be both app\.help and live\.metric_next"),
+    ],
+)
+def test_app_a_key_with_two_meanings_names_both(make_app: Make, moved: dict[str, str], words: str) -> None:
+    with pytest.raises(UsageError, match=words) as raised:
+        make_app(keys=moved)
+    assert "another key" in str(raised.value.hint)
+
+
+def test_app_keys_that_swap_places_are_no_clash(make_app: Make) -> None:
+    assert make_app(keys={"live.arm_a": "b", "live.arm_b": "a"})
+    assert make_app(keys={"live.run": "i"}), "i means something on the log screen only"
+
+
+async def test_keys_palette_has_metrics_snapshots_and_exports(make_app: Make, tmp_path: Path) -> None:
+    [reference, candidate] = made_snapshots.save_all(tmp_path / "runs")
+    app = make_app()
+    async with app.run_test(size=SIZE) as pilot:
+        provider = PdqCommands(app.screen)
+        await provider.startup()
+        await app.workers.wait_for_complete()
+        by_name = {name: run for name, _, run in provider.commands}
+        assert {"Metric: TTFT", "Export: html", "Export: md", f"Compare with: {reference}"} <= set(by_name)
+        await by_name["Metric: TTFT"]()  # type: ignore[misc]
+        await pilot.pause()
+        assert app.screen.charts[0] == "ttft_ms"
+        await by_name["Export: html"]()  # type: ignore[misc]
+        await pilot.pause()
+        assert isinstance(app.screen, ExportDialog) and app.screen.formats == {"html"}
+        await pilot.press("escape")
+        for name in (reference, candidate):
+            await by_name[f"Compare with: {name}"]()  # type: ignore[misc]
+            await pilot.pause()
+            await app.workers.wait_for_complete()
+            await pilot.pause()
+        assert app.showing == "compare" and {reference, candidate} <= set(app.screen.picks.picked)
+
+
 def test_app_unknown_theme_is_a_sentence(make_app: Make) -> None:
     with pytest.raises(UsageError, match="no theme"):
         make_app(theme="pink")
@@ -467,6 +519,28 @@ def test_app_every_key_has_an_id_a_tooltip_and_no_forbidden_chord() -> None:
                 "f10",
                 "f11",
             )
+
+
+@pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 36)])
+async def test_a_first_start_says_what_to_press(
+    make_app: Make, session: FakeSession, size: tuple[int, int]
+) -> None:
+    words = ("both in turns", "is it worth it", "every number")
+    for first in (True, False):
+        session.picture = starting_view()
+        session.change(tasks=())
+        app = make_app(first=first, keys={"live.interleave": "i"})
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            picture = app.screen.query_one("#chart0", Chart).picture
+            shown = text_of(app) if size[1] == 20 else picture.empty.replace("\n", " ")
+            assert all((word in shown) == first for word in words[: 2 if size[1] == 20 else None])
+            if first:
+                assert "i: both in turns" in shown, "as the keys are bound here"
+                session.picture = make_view()
+                app.screen.redraw()
+                await pilot.pause()
+                assert "both in turns" not in text_of(app), "once there is something to see"
 
 
 async def test_app_starts_the_session_after_the_first_frame(make_app: Make, session: FakeSession) -> None:

@@ -227,7 +227,7 @@ async def test_export_is_given_this_comparison(app: SmallApp, tmp_path: Path) ->
         await settle(pilot)
         dialog = app.screen
         assert isinstance(dialog, ExportDialog) and dialog.subject is not None
-        assert dialog.subject() is screen.comparison
+        assert dialog.subject().source is screen.comparison
 
 
 async def test_no_snapshot_is_a_sentence(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ async def test_nothing_measured_and_no_format_are_sentences(tmp_path: Path) -> N
         await pilot.press("enter")
         await settle(pilot)
         assert "nothing was measured yet" in dialog(app).told
-        await pilot.press("g", "space", "j", "space", "enter")
+        await pilot.press("g", "space", "j", "j", "space", "enter")
         await settle(pilot)
         assert "no format is on" in dialog(app).told
         await pilot.press("escape")

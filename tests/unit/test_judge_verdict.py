@@ -12,7 +12,7 @@ from pdq_tui.core.protocol import Load
 from pdq_tui.core.workload import Workload
 from pdq_tui.judge import estimate
 from pdq_tui.judge import verdict as v
-from pdq_tui.judge.plan import NOT_TESTED, PLANS, STEPS, Spec
+from pdq_tui.judge.plan import PLANS, STEPS, Spec, not_tested
 from pdq_tui.judge.traffic import Shape
 from pdq_tui.report.evaluation import evaluation_page
 from pdq_tui.report.tables import markdown, plain
@@ -151,13 +151,41 @@ def found(
 def test_the_word_is_that_of_the_gate_that_decides(changes: dict[str, Any], word: str) -> None:
     judged = v.verdict(SPEC, found(**changes))
     assert (judged.word, judged.staged) == (word, STAGED)
-    assert judged.because and judged.not_tested == NOT_TESTED and judged.holds == v.HOLDS
+    assert judged.because and judged.not_tested == not_tested({}) and judged.holds == v.HOLDS
 
 
 def test_it_never_says_go_while_something_is_not_tested() -> None:
     judged = v.verdict(SPEC, found())
     assert judged.word != v.GO and judged.region is not None
-    assert all(what in judged.region for what in NOT_TESTED)
+    assert all(what in judged.region for what in not_tested(found()))
+
+
+def abnormal(result: str, **more: Any) -> dict[str, Any]:
+    row = {
+        "case": "one token", "expected": ["done"], "state": "done", "reason": None, "next_right": result == "pass",
+        "result": result, "seconds": 0.1,
+    }  # fmt: skip
+    left = row | {
+        "case": "at the limit",
+        "result": "not tested",
+        "state": None,
+        "next_right": None,
+        "reason": "slow",
+    }
+    return {"abnormal": {"policy": STAGED, "abnormal": [row | more, left], "seconds": 1.0}}
+
+
+def test_abnormal_inputs_are_a_gate_of_their_own() -> None:
+    good, bad = found() | abnormal("pass"), found() | abnormal("fail", state="not finite")
+    judged = v.verdict(SPEC, good)
+    gate = next(g for g in judged.gates if "abnormal" in g.name)
+    assert (gate.result, gate.measured) == ("pass", "1 of 1 cases")
+    assert gate.reason == "at the limit was not tested: slow"
+    assert "abnormal inputs" not in judged.not_tested and "soak" in judged.not_tested
+    failed = v.verdict(SPEC, bad)
+    assert failed.word == v.NO_GO and "0 of 1 cases" in failed.because[0]
+    for text in (plain(evaluation_page(SPEC, bad, failed)), markdown(evaluation_page(SPEC, bad, failed))):
+        assert "not finite" in text and "at the limit" in text
 
 
 def test_a_region_says_what_was_not_measured_there() -> None:
@@ -223,7 +251,8 @@ def test_what_is_left_is_estimated_from_what_was_measured() -> None:
     assert estimate.left(SPEC, {}) == {}, "nothing is known before the base was timed"
     facts = found()
     told = estimate.left(SPEC, {"bottleneck": facts["bottleneck"]})
-    assert list(told) == ["selection", "small_quality", "confirmation", "quality"] and min(told.values()) > 0
+    steps = [s.name for s in STEPS if s.name not in ("conditions", "bottleneck", "logs")]
+    assert list(told) == steps and min(told.values()) > 0
     assert told["quality"] == 2 * told["small_quality"], "twice as many windows"
     done = {
         "bottleneck": facts["bottleneck"],
@@ -232,4 +261,5 @@ def test_what_is_left_is_estimated_from_what_was_measured() -> None:
     }  # fmt: skip
     told = estimate.left(SPEC, done)
     # Three blocks of three arms and the control: 24 turns of a second; ten blocks of four arms and it: 100, and 4 warm-ups.
-    assert told == {"confirmation": pytest.approx(104.0), "quality": pytest.approx(16.0)}
+    known = {name: told[name] for name in ("confirmation", "quality")}
+    assert known == {"confirmation": pytest.approx(104.0), "quality": pytest.approx(16.0)}

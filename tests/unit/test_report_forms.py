@@ -14,11 +14,15 @@ from typing import Any
 import polars as pl
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import made_snapshots
+
 from pdq_tui.core.analysis import run_document
+from pdq_tui.core.protocol import Request
 from pdq_tui.core.stats import Summary
 from pdq_tui.errors import PdqError, UsageError
 from pdq_tui.report.cells import about, value_text
-from pdq_tui.report.pages import HOLDS
+from pdq_tui.report.pages import HOLDS, comparison_page, document_page
 from pdq_tui.report.tables import FORMATS, render
 from pdq_tui.report.write import REPORTERS, write
 from pdq_tui.store import listing, snapshot
@@ -64,6 +68,23 @@ def test_golden_comparison(comparison: Comparison) -> None:
 
 def test_golden_three_arms_differences_only(three: Comparison) -> None:
     golden("compare_three_diff_only.txt", render(three, "table", diff_only=True))
+
+
+def test_the_conditions_name_time_host_note_and_whole_blocks(tmp_path: Path) -> None:
+    """A block that was cut off is none: screen and report count alike."""
+    made = made_snapshots.events(blocks=7)
+    last = max(i for i, e in enumerate(made) if isinstance(e, Request))
+    found = [
+        snapshot.load(listing.resolve(i, tmp_path))
+        for i in made_snapshots.save_all(tmp_path, note="after the update", made=made[: last - 1])
+    ]
+    facts = dict(document_page(found[0].document()).facts)
+    assert facts["measured"] == "2026-12-02 06:30 UTC" and facts["note"] == "after the update"
+    assert "Virtual CPU" in facts["host"] and facts["prompts"].endswith("6 whole blocks")
+    compared = compare(found)
+    assert {r.blocks for r in compared.rows if r.group == "speed" and r.blocks} == {6}
+    named = [v for k, v in comparison_page(compared).facts if k in ("reference", "candidate", "prompts")]
+    assert named[0].endswith("6 whole blocks") and all("note: after the update" in v for v in named[1:])
 
 
 def test_golden_run(document: dict[str, Any]) -> None:
@@ -199,7 +220,7 @@ def test_all_files_are_written(kind: str, request: pytest.FixtureRequest, tmp_pa
     paths = write(source, list(REPORTERS), tmp_path / "deep" / "out")
     tables = ["report", "report-ratios"] if kind == "document" else ["report"]
     flat = [f"{name}.{form}" for form in ("csv", "parquet") for name in tables]
-    assert [f.name for f in paths] == ["report.md", "report.json", *flat]
+    assert [f.name for f in paths] == ["report.md", "report.html", "report.json", *flat]
     folder = paths[0].parent
     assert sorted(f.name for f in folder.iterdir()) == sorted(f.name for f in paths)
     for name in tables:

@@ -22,6 +22,7 @@ from pdq_tui.core.stats import (
     quantile,
     quantiles,
     summarize,
+    summarize_in_units,
     summarize_pooled,
     t_cdf,
     t_quantile,
@@ -262,3 +263,18 @@ def test_equal_arms_are_rarely_called_different() -> None:
             judge(block_interval(d[:look], LOOK_ALPHA), 0.0, "lower") in ("better", "worse") for look in LOOKS
         )
     assert alarms <= 32  # 8 %: 5 % and three standard errors
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(width=32)), max_size=40),
+    st.lists(st.integers(1, 4), min_size=40, max_size=40),
+)
+def test_values_in_a_row_are_summarized_as_their_groups_are(
+    values: list[float | None], sizes: list[int]
+) -> None:
+    groups, rest = [], list(values)
+    while rest:
+        size = sizes[len(groups)]
+        groups.append(rest[:size])
+        rest = rest[size:]
+    assert summarize_in_units(values, [len(g) for g in groups], "ms") == summarize_pooled(groups, "ms")

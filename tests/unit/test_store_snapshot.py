@@ -470,3 +470,33 @@ def test_two_savers_never_share_a_number(save: Callable[..., Path], monkeypatch:
     second = save("int4")
     assert second.name == "002" and snapshot.load(first).label == "bf16"
     assert strict(second / "manifest.json")["name"] == "002"
+
+
+def test_gaps_come_back_whatever_the_order_of_the_file() -> None:
+    """A file in order is cut, any other is grouped; both give every request its own gaps."""
+    requests = [
+        p.Request(
+            request=n,
+            arm="A",
+            policy="x",
+            policy_digest="d",
+            kind="blocks",
+            itl_ms=[n + i / 8 for i in range(n % 4)],
+        )
+        for n in range(9)
+    ]
+    table, tokens = series.requests_frame(requests), series.tokens_frame(requests)
+    wanted = [r.itl_ms for r in requests]
+    assert [r.itl_ms for r in series.requests_of(table, tokens, "A")] == wanted
+    mixed = tokens.sort("step", "row", descending=[False, True])
+    assert [r.itl_ms for r in series.requests_of(table, mixed, "A")] == wanted
+
+
+def test_only_some_columns_are_read_where_they_are_there(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.parquet"
+    pl.DataFrame({"request": [1, 2], "itl_ms": [3.0, 4.0], "mine": ["a", "b"]}).write_parquet(file)
+    table = series.read(file, series.TOKENS, series.KEYS["tokens"], series.STEPS)
+    assert table.columns == ["row", "request", "itl_ms"] and table["row"].null_count() == 2
+    with pytest.raises(PdqError, match="no column itl_ms"):
+        pl.DataFrame({"request": [1]}).write_parquet(file)
+        series.read(file, series.TOKENS, series.KEYS["tokens"], series.STEPS)

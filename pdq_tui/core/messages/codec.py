@@ -13,12 +13,14 @@ import msgspec
 from pdq_tui.core.messages.base import VERSION, Message
 from pdq_tui.core.messages.commands import Command
 from pdq_tui.core.messages.events import (
+    Answered,
     ArmReady,
     ArmRefused,
     ArmSwitched,
     Dropped,
     Failure,
     Hello,
+    KernelsTimed,
     ModelReady,
     Note,
     Pong,
@@ -29,10 +31,12 @@ from pdq_tui.core.messages.events import (
     Scored,
     StageSample,
     TaskEnded,
+    TuneStarted,
     WorkloadReady,
     WorkloadRefused,
 )
 from pdq_tui.core.messages.own import SnapshotSaved, WorkerExited, WorkerStarted
+from pdq_tui.core.messages.profiles import Traced
 from pdq_tui.core.messages.readings import SensorSample, SensorState
 from pdq_tui.errors import PdqError
 
@@ -50,6 +54,10 @@ Event = (
     | StageSample
     | Request
     | Scored
+    | Answered
+    | TuneStarted
+    | KernelsTimed
+    | Traced
     | RunEnded
     | Note
     | Failure

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from pdq_tui.core.messages.base import Message
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.workload import Workload
@@ -12,6 +14,7 @@ class Load(Message):
 
     ``layers``: "auto" runs decoder layers as the kernel table says (compiled where it can), "eager" never compiles.
     ``kernels``: "auto" builds and uses the project's own CPU kernels where it can, "torch" does not.
+    ``tuned``: "auto" puts first what ``Tune`` found on this machine, where its stamp fits; "off" does not.
     """
 
     model: str
@@ -27,6 +30,7 @@ class Load(Message):
     attention: str = "pdq"
     layers: str = "eager"
     kernels: str = "torch"
+    tuned: str = "off"
 
 
 class SetArm(Message):
@@ -97,6 +101,55 @@ class Score(Message):
     batch: int = 1
 
 
+class Question(msgspec.Struct, kw_only=True):
+    """One request as a user sends it: ``workload`` is prepared as any other, and its batches run one after another.
+
+    leave  "prefill" or "decode": whoever asked goes away while that stage runs; None: waits for the answer.
+    """
+
+    id: str
+    workload: Workload
+    leave: str | None = None
+
+
+class Ask(Message):
+    """Have ``arm`` answer ``questions``, each by itself and in order. Answered by an ``Answered`` each, then ``RunEnded``.
+
+    A question that cannot run is answered with the reason, and the next one is asked. The workload of the engine's runs
+    stays what it is.
+    """
+
+    arm: str
+    questions: list[Question]
+    task: str = "ask"
+
+
+class Tune(Message):
+    """Measure the kernel candidates for the loaded model's linear layers. Answered by ``TuneStarted``, a ``KernelsTimed`` a
+    format, layer shape and row count, and ``RunEnded``; ``Stop`` ends it between two samples.
+
+    formats  labels of formats (``core.formats.of_label``).
+    seconds  measuring time a format, shape and row count at most, once every candidate has its least number of samples.
+    """
+
+    formats: list[str]
+    rows: list[int]
+    seconds: float = 0.4
+    seed: int = 0
+
+
+class Trace(Message):
+    """Run ``arm`` once under torch's profiler, one prefill and ``steps`` decode steps, beside every measurement: in a
+    loop it comes between two requests, in a measurement after its end. Answered by ``Traced``.
+
+    folder  where the trace is written, in a directory of its own; None: it is read and not kept
+    """
+
+    arm: str
+    steps: int = 4
+    folder: str | None = None
+
+
 class Stop(Message):
     """End the running loop or measurement at the next token; results so far stay."""
 
@@ -131,6 +184,9 @@ Command = (
     | Interleave
     | RunBlocks
     | Score
+    | Ask
+    | Tune
+    | Trace
     | Stop
     | CancelTask
     | Ping

@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from pdq_tui.core.messages.base import Message
-from pdq_tui.core.messages.facts import Coverage, DeviceInfo, Fallback, KvInfo, ModelInfo, WeightsInfo
+from pdq_tui.core.messages.facts import (
+    CandidateTime,
+    Coverage,
+    DeviceInfo,
+    Fallback,
+    KvInfo,
+    ModelInfo,
+    WeightsInfo,
+)
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.workload import Workload
 
@@ -208,6 +216,68 @@ class Scored(Message):
     same_top1: list[bool]
     nll: list[float | None]
     base_nll: list[float | None]
+
+
+class Answered(Message):
+    """How one ``Question`` ended; never dropped. A value a prompt, in their order, where there is one.
+
+    state    "done", "refused" (before anything ran), "cancelled", "not finite" (logits with NaN or infinity).
+    reason   why it is not "done".
+    tokens   ids that were made, EOS included where it ended an answer. ``texts``: decoded without special tokens.
+    highest  the largest logit that chose a token; None where none was chosen.
+    ttft_ms, tpot_ms  of the last batch, where the stage ran.
+    """
+
+    id: str
+    arm: str
+    policy: str
+    policy_digest: str
+    state: str
+    reason: str | None = None
+    refused: list[RefusedPrompt] = msgspec.field(default_factory=list)
+    prompt_tokens: list[int] = msgspec.field(default_factory=list)
+    tokens: list[list[int]] = msgspec.field(default_factory=list)
+    texts: list[str] = msgspec.field(default_factory=list)
+    stop_reasons: list[str] = msgspec.field(default_factory=list)
+    chat_template_applied: bool = False
+    highest: float | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    seconds: float = 0.0
+
+
+class TuneStarted(Message):
+    """``stamp``: what the times will depend on, by ``core.tuned.STAMP``. ``cells``: how many ``KernelsTimed`` will come.
+    ``refused``: label of a format → why nothing runs it on this device."""
+
+    device: str
+    stamp: dict[str, str]
+    dtype: str
+    cells: int
+    refused: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class KernelsTimed(Message):
+    """The candidates of one format on one layer shape and row count, never dropped.
+
+    K               in features, columns of padding included; ``layers``: how many layers have this shape
+    rows_low, _high the row counts that ``rows`` stands for
+    own_error       the format's own error; None where no exact product of it exists here, and the least of the
+                    candidates' errors stands in
+    rotating_bytes  weights that were read in turn, so that no cache serves them all
+    """
+
+    format: str
+    dtype: str
+    N: int
+    K: int
+    layers: int
+    rows: int
+    rows_low: int
+    rows_high: int
+    times: list[CandidateTime]
+    own_error: float | None = None
+    rotating_bytes: int = 0
 
 
 class RunEnded(Message):

@@ -88,6 +88,28 @@ class Fallback(msgspec.Struct, kw_only=True):
     modules: int = 1
 
 
+class CandidateTime(msgspec.Struct, kw_only=True):
+    """One candidate on one layer shape and row count.
+
+    us        median microseconds of one call; ``us_low`` and ``us_high`` are quartiles, ``n`` samples
+    error     relative error (Frobenius) against the float64 product with the unrounded weights
+    excluded  why it may not win; None where it may
+    best      the fastest of its layout
+    shipped   what the kernel tables put first for this layer and row count
+    """
+
+    kernel: str
+    layout: str
+    us: float | None = None
+    us_low: float | None = None
+    us_high: float | None = None
+    n: int = 0
+    error: float | None = None
+    excluded: str | None = None
+    best: bool = False
+    shipped: bool = False
+
+
 class WeightsInfo(msgspec.Struct, kw_only=True):
     """Bytes of one policy. ``extra_bytes`` = union of both stages' packed bytes minus the larger stage alone.
 

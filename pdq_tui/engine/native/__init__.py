@@ -51,6 +51,15 @@ def identity() -> str | None:
     return None if _State.path is None else _State.path.parent.name
 
 
+def built(folder: Path) -> str | None:
+    """The identity that the library of ``folder`` will have here once ``ensure`` has loaded it; None where it is not
+    built, or not possible."""
+    if not possible():
+        return None
+    digest = _digest()
+    return digest if (folder / digest / _NAME).is_file() else None
+
+
 def why_not() -> str | None:
     """Why ``ensure`` found that it cannot be had; None where it can, or was not asked."""
     return _State.reason

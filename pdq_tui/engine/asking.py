@@ -1,0 +1,106 @@
+"""One request at a time, as a user sends it: prepared, checked against memory, run, and answered with how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pdq_tui.core.protocol import Answered, Question, Request
+from pdq_tui.engine.device import Device
+from pdq_tui.engine.loader import LoadedModel
+from pdq_tui.engine.prompts import Batch, BuiltIn, Prepared, prepare
+from pdq_tui.engine.runner import Arm, Hooks, Limits, run_request
+from pdq_tui.errors import UnfitError, UsageError
+
+#: KV buffers are made for lengths of this step, in tokens, so that requests of nearly one length share one.
+_CAPACITY_STEP = 64
+
+
+class Asker:
+    """Asks one arm. What the allocator or the device raises is passed on: after it the process is not to be trusted."""
+
+    def __init__(self, device: Device, model: LoadedModel, arm: Arm, built_in: BuiltIn) -> None:
+        self._device, self._model, self._arm, self._built_in = device, model, arm, built_in
+
+    def answer(self, question: Question, stopped: Callable[[], bool]) -> Answered:
+        begin = time.monotonic()
+        arm = self._arm
+        found = Answered(
+            id=question.id,
+            arm=arm.label,
+            policy=arm.policy.name,
+            policy_digest=arm.policy.digest,
+            state="done",
+        )
+        try:
+            prepared = prepare(question.workload, self._model.tokenizer, self._model.info, self._built_in)
+            capacity = self._fit(prepared)
+            found.prompt_tokens, found.refused = prepared.lengths, prepared.refused
+            found.chat_template_applied = prepared.chat_template_applied
+            for batch in prepared.batches:
+                self._one(found, question, prepared, batch, capacity, stopped)
+                if found.state != "done":
+                    break
+        except (UsageError, UnfitError) as error:
+            found.state, found.reason = "refused", error.message
+        # The last batch was filled up with prompts that were answered already.
+        count = len(found.prompt_tokens)
+        del found.tokens[count:], found.stop_reasons[count:]
+        found.texts = [
+            str(self._model.tokenizer.decode(row, skip_special_tokens=True)) for row in found.tokens
+        ]
+        found.seconds = time.monotonic() - begin
+        return found
+
+    def _fit(self, prepared: Prepared) -> int:
+        """Positions of the KV buffer. Raises UnfitError where it does not fit into free memory."""
+        capacity = -(-prepared.capacity // _CAPACITY_STEP) * _CAPACITY_STEP
+        limit = self._model.info.max_positions
+        if limit is not None:
+            capacity = max(prepared.capacity, min(capacity, limit))
+        rows, info = prepared.batches[0].rows, self._arm.staged.kv_info()
+        if info.capacity_tokens is not None and rows * capacity > info.capacity_tokens:
+            raise UnfitError(
+                f"{rows} sequences of up to {capacity} tokens need {rows * capacity} tokens of KV cache; "
+                f"{info.capacity_tokens} fit into free memory",
+                "fewer sequences or shorter ones",
+            )
+        return capacity
+
+    def _one(
+        self,
+        found: Answered,
+        question: Question,
+        prepared: Prepared,
+        batch: Batch,
+        capacity: int,
+        stopped: Callable[[], bool],
+    ) -> None:
+        workload = prepared.workload
+        limits = Limits(workload.output_tokens, workload.stop == "natural", self._model.eos)
+        # A request looks for a cancellation after its prefill, and again after each step.
+        looks, leave_at = 0, {"prefill": 1, "decode": 1 + max(1, workload.output_tokens // 2)}
+
+        def cancelled() -> bool:
+            nonlocal looks
+            looks += 1
+            gone = question.leave is not None and looks >= leave_at.get(question.leave, 1)
+            return gone or stopped()
+
+        def kept(rows: list[list[int]], highest: float) -> None:
+            found.tokens += rows
+            found.highest = highest if found.highest is None else max(found.highest, highest)
+
+        record = Request(
+            request=0, arm=found.arm, policy=found.policy, policy_digest=found.policy_digest, kind="ask"
+        )
+        run_request(
+            self._device, self._arm, batch, capacity, limits, record, Hooks(cancelled=cancelled, kept=kept)
+        )
+        found.stop_reasons += record.stop_reasons
+        found.ttft_ms, found.tpot_ms = record.ttft_ms, record.tpot_ms
+        if not record.valid:
+            found.state, found.reason = "not finite", record.invalid_reason
+        elif record.cancelled:
+            found.state = "cancelled"
+            found.reason = f"after {max(record.output_tokens)} of {workload.output_tokens} tokens"

@@ -1,0 +1,200 @@
+"""Steps that ask how policies hold up in use: tasks, abnormal inputs. Each measures through an evaluation's engine and
+returns what it found as JSON, like those of ``steps``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pdq_tui.core import protocol as p
+from pdq_tui.core.workload import Workload
+from pdq_tui.errors import PdqError
+from pdq_tui.host.conversation import Conversation
+from pdq_tui.judge import abnormal as unusual
+from pdq_tui.judge import flips, quality, taskset
+from pdq_tui.judge.abnormal import Result
+from pdq_tui.judge.taskset import Task
+
+if TYPE_CHECKING:
+    from pdq_tui.core.policy import Policy
+    from pdq_tui.judge.evaluation import Evaluation
+
+Json = dict[str, Any]
+
+
+def subject(ev: Evaluation) -> Policy:
+    """The staged policy that the verdict will be about: of those that were timed, the fastest in the selection."""
+    return ev.by_name(ev.found["confirmation"]["staged"][:1])[0]
+
+
+def ask(ev: Evaluation, policy: Policy, questions: list[p.Question], task: str = "ask") -> list[p.Answered]:
+    """Raises PdqError where the engine failed; it is closed then, and the next question opens another."""
+    answers: list[p.Answered] = []
+
+    def do(talk: Conversation) -> None:
+        ev.arm(policy)
+        answers.extend(talk.ask(p.Ask(arm=policy.name, questions=questions, task=task)))
+
+    try:
+        ev.talk(do)
+    except PdqError:
+        ev.close()
+        raise
+    return answers
+
+
+def tasks(ev: Evaluation) -> Json:
+    """Every task by the base and by every policy that is left, greedy, to its natural end."""
+    spec, small = ev.spec, ev.found["small_quality"]
+    asked = list(spec.tasks) or taskset.own(spec.plan.tasks, spec.seed)
+    names = list(dict.fromkeys([spec.base.name, *small["uniform"], *small["staged"]]))
+    groups = _groups(asked, spec.workload.batch)
+    answers: dict[str, dict[str, Json]] = {}
+    template = False
+    for policy in sorted(ev.by_name(names), key=lambda policy: names.index(policy.name)):
+        answers[policy.name] = {}
+        questions = [_question(number, group) for number, group in enumerate(groups)]
+        for group, answer in zip(groups, ask(ev, policy, questions, "tasks"), strict=True):
+            template = template or answer.chat_template_applied
+            answers[policy.name] |= _graded(group, answer)
+    base = answers[spec.base.name]
+    limit = flips.DROPS[spec.gate]
+    found: Json = {}
+    for name in names:
+        both = [t for t in asked if t.id in base and t.id in answers[name]]
+        if name == spec.base.name or not both:
+            continue
+        f = _compared(both, base, answers[name])
+        kinds = {t.kind: [] for t in both}  # type: dict[str, list[Task]]
+        for t in both:
+            kinds[t.kind].append(t)
+        found[name] = {
+            **msgspec.to_builtins(f),
+            "gates": [msgspec.to_builtins(g) for g in (flips.task_gate(f, limit), flips.length_gate(f))],
+            "kinds": {
+                kind: {
+                    "n": len(of),
+                    "base": sum(bool(base[t.id]["right"]) for t in of) / len(of),
+                    "policy": sum(bool(answers[name][t.id]["right"]) for t in of) / len(of),
+                }
+                for kind, of in kinds.items()
+            },
+        }
+    staged = [found[n] for n in small["staged"] if n in found]
+    open_ = {g["reason"] for f in staged for g in f["gates"][:1] if g["result"] in _UNSETTLED}
+    return {
+        "set": spec.tasks_name,
+        "base": spec.base.name,
+        "asked": len(asked),
+        "refused": len(asked) - len(base),
+        "chat_template": template,
+        "policies": found,
+        "items": [msgspec.to_builtins(t) for t in asked],
+        "answers": answers,
+        "unsettled": "no task fits this model" if not staged else "; ".join(sorted(open_)) or None,
+        "stop": None,
+    }
+
+
+_UNSETTLED = (quality.UNSURE, quality.NOT_INFORMATIVE)
+
+
+def _groups(asked: Sequence[Task], size: int) -> list[list[Task]]:
+    """Tasks with one limit of new tokens, ``size`` at a time."""
+    by_most: dict[int, list[Task]] = {}
+    for task in asked:
+        by_most.setdefault(task.most, []).append(task)
+    return [of[at : at + size] for of in by_most.values() for at in range(0, len(of), size)]
+
+
+def _question(number: int, group: Sequence[Task]) -> p.Question:
+    chats = tuple((("user", task.prompt),) for task in group)
+    workload = Workload(
+        prompt_tokens=None,
+        output_tokens=group[0].most,
+        batch=len(group),
+        prompts="file",
+        chats=chats,
+        stop="natural",
+        distinct=len(group),
+    )
+    return p.Question(id=f"tasks {number + 1}", workload=workload)
+
+
+def _graded(group: Sequence[Task], answer: p.Answered) -> dict[str, Json]:
+    """By task that was answered; what a model has no positions for is left out."""
+    out = {r.number for r in answer.refused}
+    ran = [task for number, task in enumerate(group, 1) if number not in out]
+    if answer.state == "refused":
+        return {}
+    return {
+        task.id: {"right": taskset.right(task, text), "tokens": len(tokens), "text": text}
+        for task, text, tokens in zip(ran, answer.texts, answer.tokens, strict=False)
+    }
+
+
+def _compared(both: Sequence[Task], base: Json, policy: Json) -> flips.Flips:
+    return flips.compare(
+        [base[t.id]["right"] for t in both],
+        [policy[t.id]["right"] for t in both],
+        [(base[t.id]["tokens"], policy[t.id]["tokens"]) for t in both],
+        sum(base[t.id]["text"] != policy[t.id]["text"] for t in both),
+    )
+
+
+def abnormal(ev: Evaluation) -> Json:
+    policy, w, bottleneck = subject(ev), ev.spec.workload, ev.found["bottleneck"]
+    assert w.prompt_tokens is not None
+    kv = ev.found["conditions"].get("kv", {}).get(policy.name, {})
+    limit = ev.found["conditions"].get("max_positions")
+    cases = unusual.cases(
+        w.prompt_tokens,
+        ev.spec.seed,
+        max_positions=limit,
+        capacity_tokens=kv.get("capacity_tokens"),
+        seconds_a_token=bottleneck["ttft_ms"] / 1e3 / w.prompt_tokens,
+        longest_s=ev.spec.plan.longest_request_s,
+    )
+    usual = p.Question(id="clean", workload=unusual.clean(w.prompt_tokens, ev.spec.seed))
+
+    def clean_tokens() -> list[int]:
+        (answer,) = ask(ev, policy, [usual], "abnormal")
+        if not answer.tokens:
+            raise PdqError(f"the clean request was {answer.state}: {answer.reason}")
+        return answer.tokens[0]
+
+    before = clean_tokens()
+    found: list[Result] = []
+    for case in cases:
+        if case.not_tested is not None:
+            found.append(unusual.skipped(case))
+            continue
+        question = p.Question(id=case.name, workload=case.workload, leave=case.leave)
+        try:
+            answer, after = ask(ev, policy, [question, usual], "abnormal")
+        except PdqError as error:
+            found.append(unusual.result(case, None, error.message, before, clean_tokens()))
+        else:
+            found.append(
+                unusual.result(case, answer, None, before, after.tokens[0] if after.tokens else None)
+            )
+    room = (limit or w.prompt_tokens + 1024) - w.prompt_tokens
+    seconds = _vanish(ev, policy, msgspec.structs.replace(usual.workload, output_tokens=min(room, 1024)))
+    found.append(unusual.disconnected(seconds, before, clean_tokens()))
+    return {"policy": policy.name, "abnormal": [msgspec.to_builtins(r) for r in found], "stop": None}
+
+
+def _vanish(ev: Evaluation, policy: Policy, workload: Any) -> float | None:
+    """Leave in the middle of a request, without a word."""
+    took: list[float | None] = []
+
+    def do(talk: Conversation) -> None:
+        ev.arm(policy)
+        question = p.Question(id="disconnect", workload=workload)
+        took.append(talk.vanish(p.Ask(arm=policy.name, questions=[question])))
+
+    ev.talk(do)
+    ev.close()
+    return took[0]

@@ -1,0 +1,84 @@
+"""A whole evaluation as a source of reports: its page, its JSON, its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdq_tui.judge.evaluation import Evaluation
+from pdq_tui.judge.plan import STEPS, Spec
+from pdq_tui.judge.verdict import Verdict, verdict
+from pdq_tui.report.evaluation import evaluation_page
+from pdq_tui.report.page import Page
+
+Json = Mapping[str, Any]
+
+
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
+    """``found``: what the finished steps said, by name."""
+
+    spec: Spec
+    found: dict[str, Any]
+    verdict: Verdict
+
+    def page(self) -> Page:
+        return evaluation_page(self.spec, self.found, self.verdict)
+
+    def body(self) -> dict[str, Any]:
+        """evaluation.json: the verdict, the map, how far each step came, and everything that was found."""
+        return {
+            "schema": 1,
+            "kind": "pdq-tui evaluation",
+            "model": self.spec.model,
+            "plan": self.spec.plan.name,
+            "gate": self.spec.gate,
+            "verdict": msgspec.to_builtins(self.verdict),
+            "quality": _paths(self.found),
+            "tasks": {k: v for k, v in self.found.get("tasks", {}).items() if k not in ("items", "answers")},
+            "abnormal": self.found.get("abnormal", {}).get("abnormal", []),
+            "map": self.found.get("confirmation", {}).get("map", []),
+            "steps": [{"name": t.name, "status": self._status(t.name)} for t in STEPS],
+            "found": self.found,
+        }
+
+    def _status(self, step: str) -> str:
+        return str(self.found[step].get("stop") or "done") if step in self.found else "not reached"
+
+
+def _paths(found: Mapping[str, Json]) -> dict[str, list[dict[str, Any]]]:
+    """The held-out set, or the small one where the protocol stopped there: means by path, and the decode path by
+    position."""
+    paths = (found.get("quality") or found.get("small_quality") or {}).get("paths", {})
+    rows = [path for of in paths.values() for path in of]
+    return {
+        "prefill_path": [
+            {"policy": r["policy"], "kld": r["kld"]["value"], "ci95": r["kld"]["ci95"]}
+            for r in rows
+            if r["path"] == "prefill"
+        ],
+        "decode_path": [
+            {
+                "policy": r["policy"],
+                "forced": r["forced"],
+                "position": at,
+                "kld": e["value"],
+                "ci95": e["ci95"],
+            }
+            for r in rows
+            if r["path"] == "decode"
+            for at, e in r["by_position"]
+        ],
+    }
+
+
+def evaluated(spec: Spec, found: Mapping[str, Json]) -> Evaluated:
+    return Evaluated(spec=spec, found=dict(found), verdict=verdict(spec, found))
+
+
+def read(directory: Path) -> Evaluated:
+    """What is there of an evaluation, finished or not. Raises PdqError where there is none, or it is damaged."""
+    kept = Evaluation.resume(directory)
+    return evaluated(kept.spec, kept.kept())

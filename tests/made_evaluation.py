@@ -1,0 +1,168 @@
+"""An evaluation made up by hand: what its steps would have found, and its directory on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import made_snapshots
+
+from pdq_tui.core.protocol import Load
+from pdq_tui.core.workload import Workload
+from pdq_tui.host.runs import stamp
+from pdq_tui.judge.evaluation import Evaluation
+from pdq_tui.judge.plan import PLANS, STEPS, Spec
+from pdq_tui.judge.traffic import Shape
+from pdq_tui.judge.watching import PROGRESS, RUNNING
+
+STAGED = "int8-prefill-int4-decode"
+UNIFORM = ("bf16", "int8", "int4")
+SPEC = Spec(
+    model="demo",
+    load=Load(model="demo"),
+    uniform=tuple(made_snapshots.policy(name, name, name) for name in UNIFORM),
+    staged=(made_snapshots.policy(STAGED, "int8", "int4"),),
+    workload=Workload(output_tokens=11),
+    traffic=(Shape(512, 11),),
+    traffic_name="the workload itself",
+    plan=PLANS["quick"],
+    gate="standard",
+    min_effect=0.01,
+)
+
+
+def _arm(label: str, ttft: float, tpot: float, e2e: float) -> dict[str, Any]:
+    return {
+        "label": label, "policy": label, "storage": "dual",
+        "prefill": {"ttft_ms": {"median": ttft}, "explained": {"median": 0.7}, "kernels": ["mm"]},
+        "decode": {"tpot_ms": {"median": tpot}, "explained": {"median": 0.6}, "kernels": ["mv"]},
+        "e2e_ms": {"median": e2e},
+    }  # fmt: skip
+
+
+def conditions() -> dict[str, Any]:
+    names = (*UNIFORM, STAGED)
+    stored = dict(zip(names, (270, 160, 110, 215), strict=True))
+    return {
+        "seconds": 12.0, "stop": None, "started": "2026-12-02T06:30:00+00:00", "contenders": list(names), "refused": {},
+        "model": {"id": "demo", "parameters": 134_515_008, "dtype": "bfloat16", "notes": []},
+        "device": {"kind": "cpu", "name": "Virtual CPU", "memory": 24 << 30},
+        "workload": {"prompt_tokens": 512, "output_tokens": 11, "batch": 1, "prompts": "mixed", "seed": 0},
+        "host": {"threads": 2}, "libraries": {"torch": "2.13.0"}, "tool": {"version": "0.1.0"},
+        "weights": {n: {"stored_bytes": stored[n] << 20, "extra_bytes": (55 << 20) if n == STAGED else 0} for n in names},
+        "operation": {n: {"storage": "dual" if n == STAGED else "uniform",
+                          "kernels": {"prefill": ["mm"], "decode": ["mv"]},
+                          "formats": {"prefill": {}, "decode": {}}} for n in names},
+        "fallbacks": {}, "windows": {"prefill": 256, "decode": 256, "new_tokens": 24},
+    }  # fmt: skip
+
+
+def bottleneck() -> dict[str, Any]:
+    return {
+        "seconds": 8.0, "stop": None, "base": "bf16", "traffic": "the workload itself", "prefill_ms": 100.0,
+        "decode_ms": 200.0, "prefill": 1 / 3, "most_gain": 0.25, "extrapolated": False, "ttft_ms": 100.0, "tpot_ms": 20.0,
+        "prefill_mfu": 0.4, "mbu": 0.5, "prefill_explained": 0.7, "decode_explained": 0.6,
+        "measured": {"prompt": 512, "output": 11, "batch": 1},
+    }  # fmt: skip
+
+
+def selection() -> dict[str, Any]:
+    return {
+        "seconds": 20.0, "stop": None, "best_uniform": "int4", "uniform": ["int8", "int4"], "staged": [STAGED],
+        "also_measured": ["bf16"], "left_out": {}, "ratios": [], "e2e_ms": {},
+    }  # fmt: skip
+
+
+def scored(kld: float = 0.004) -> dict[str, Any]:
+    def estimate(value: float) -> dict[str, Any]:
+        return {"value": value, "ci95": [value / 2, value * 2], "windows": 8, "reason": None}
+
+    def path(policy: str, size: float) -> dict[str, Any]:
+        return {
+            "policy": policy, "path": "decode", "forced": "text", "kld": estimate(size), "same_top1": estimate(0.98),
+            "ppl_ratio": estimate(1.001), "by_position": [[at, estimate(size * (at + 1) / 3)] for at in range(5)],
+        }  # fmt: skip
+
+    gate = {
+        "name": "quality: KLD on the decode path, nats", "limit": "≤ 0.011 (upper bound)",
+        "measured": f"{kld:.4f} [{kld / 2:.4f}, {kld * 2:.4f}]",
+        "result": "pass" if kld * 2 <= 0.011 else "fail", "reason": None,
+    }  # fmt: skip
+    sizes = {"int8": kld / 4, "int4": kld * 1.5, STAGED: kld}
+    return {
+        "seconds": 30.0, "stop": None, "failed": [], "uniform": ["int8", "int4"], "staged": [STAGED],
+        "gates": dict.fromkeys(sizes, gate), "paths": {name: [path(name, v)] for name, v in sizes.items()},
+    }  # fmt: skip
+
+
+def confirmation() -> dict[str, Any]:
+    def ratio(reference: str, metric: str, value: float, word: str) -> dict[str, Any]:
+        return {
+            "reference": reference, "arm": STAGED, "metric": metric, "ratio": value,
+            "ci95": [value * 0.97, value * 1.03], "judgement": word, "reason": None, "blocks": 10,
+        }  # fmt: skip
+
+    cells = [
+        {"staged": STAGED, "uniform": u, "prompt": 512, "batch": 1, "output": n, "delta_ms": d * n,
+         "ci95": [d * n - 3, d * n + 3], "extrapolated": n > 11}
+        for u, d in (("int8", -5.0), ("int4", 0.1)) for n in (11, 64)
+    ]  # fmt: skip
+    return {
+        "seconds": 41.0, "stop": None, "reference": "int4", "staged": [STAGED], "uniform": ["int8", "int4"], "blocks": 10,
+        "warnings": [], "noise_floor": {"e2e_ms": 0.01}, "crossover": [], "clocks": None, "other_load": 0.02,
+        "break_even": [{"staged": STAGED, "uniform": "int4", "output": None, "ci95": None,
+                        "side": "no finite break-even: the decode steps cannot be told apart"}],
+        "arms": [_arm("bf16", 100, 20, 300), _arm("int8", 80, 15, 230), _arm("int4", 120, 10, 220),
+                 _arm(STAGED, 82, 10, 181)],
+        "ratios": [
+            ratio("int8", "e2e_ms", 0.8, "better"), ratio("int4", "e2e_ms", 0.84, "better"),
+            ratio("int8", "ttft_ms", 1.0, "same"), ratio("int4", "ttft_ms", 0.68, "better"),
+            ratio("int8", "tpot_ms", 0.67, "better"), ratio("int4", "tpot_ms", 1.2, "worse"),
+        ],
+        "map": cells,
+    }  # fmt: skip
+
+
+def abnormal() -> dict[str, Any]:
+    def case(name: str) -> dict[str, Any]:
+        return {
+            "case": name, "expected": ["answered"], "state": "answered", "next_right": True, "result": "pass", "reason": None,
+        }  # fmt: skip
+
+    return {
+        "seconds": 14.0, "stop": None, "policy": STAGED, "abnormal": [case("blank"), case("cancelled in decode")],
+    }  # fmt: skip
+
+
+def found() -> dict[str, Any]:
+    """What the steps found, in their order."""
+    made = {
+        "conditions": conditions(),
+        "bottleneck": bottleneck(),
+        "selection": selection(),
+        "small_quality": scored(),
+        "confirmation": confirmation(),
+        "quality": scored(),
+        "abnormal": abnormal(),
+    }
+    return {step.name: made[step.name] for step in STEPS if step.name in made}
+
+
+def make(
+    folder: Path, name: str = "20261202T063000Z", *, steps: int | None = None, running: bool = False
+) -> Path:
+    """An evaluation's directory with its first ``steps`` steps done (all: None). ``running``: this process runs the next."""
+    place = folder / name
+    Evaluation.create(SPEC, place)
+    there = list(found().items())
+    for step, body in there[:steps]:
+        (place / "steps" / f"{step}.json").write_text(json.dumps(body), encoding="utf-8")
+    if running:
+        following = STEPS[len(there[:steps])].name
+        body = {**stamp(os.getpid(), "evaluation"), "step": following, "began": time.time(), "left_s": 130.0}
+        (place / RUNNING).write_text(json.dumps(body), encoding="utf-8")
+        (place / PROGRESS).write_text("1/6 Conditions: done in 12 s\n5/6 block 3 of 10\n", encoding="utf-8")
+    return place
