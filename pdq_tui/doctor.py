@@ -24,6 +24,7 @@ import msgspec
 
 from pdq_tui import locations
 from pdq_tui.core.catalog import policies
+from pdq_tui.core.datasheet import data_sheet
 from pdq_tui.core.formats import default_of, formats
 from pdq_tui.core.kernels import Capability, load_kernels
 from pdq_tui.core.metrics import counted
@@ -64,16 +65,22 @@ out = os.dup(1); os.dup2(2, 1)
 import msgspec
 from pathlib import Path
 from pdq_tui.core.kernels import load_kernels
-from pdq_tui.engine import native, tune
+from pdq_tui.engine import native, peaks, tune
 from pdq_tui.engine.device import open_device
 from pdq_tui.engine.kernels import capability
 from pdq_tui.errors import PdqError
-kind, threads, built = sys.argv[1:]
+kind, threads, built, cache = sys.argv[1:]
 try:
     device = open_device(kind, None, int(threads) if threads else None)
     info = device.info()
     body = {"info": msgspec.to_builtins(info), "capability": msgspec.to_builtins(capability(device, buildable=True))}
-    body["stamp"] = tune.stamp(info, load_kernels(device.kind), native.built(Path(built)) if built else None)
+    native_kernels = native.built(Path(built)) if built else None
+    found = peaks.cached(info, Path(cache), native_kernels if info.kind == "cpu" else None)
+    body["peaks"] = None if found is None else {
+        "read_gbps": found.read_gbps, "read_method": found.read_method, "copy_gbps": found.copy_gbps,
+        "compute_tflops": found.compute_tflops,
+    }
+    body["stamp"] = tune.stamp(info, load_kernels(device.kind), native_kernels)
 except PdqError as error:
     body = {"error": error.message, "hint": error.hint}
 os.write(out, json.dumps(body).encode())
@@ -291,6 +298,7 @@ def engine(device: str, settings: Engine) -> Iterator[Check]:
                 device,
                 str(settings.threads or ""),
                 str(locations.cache_dir() / "native") if settings.kernels == "auto" else "",
+                str(locations.cache_dir()),
             ],
             check=False,
             stdin=subprocess.DEVNULL,
@@ -319,9 +327,36 @@ def engine(device: str, settings: Engine) -> Iterator[Check]:
     yield Check("engine", "ok", f"device {info['kind']}: {info['name']}{memory}{threads}")
     if info["kind"] == "cpu" and info.get("cpu") and info["cpu"] != info["name"]:
         yield Check("engine", "ok", f"CPU {info['cpu']}")
+    yield from peaks(info["name"], body.get("peaks"))
     yield from kernels(msgspec.convert(body["capability"], Capability))
     tuned = in_use(info["kind"], body["stamp"], wanted=settings.tuned)
     yield Check("kernels", "warn" if tuned.level == "warn" else "ok", tuned.text, tuned.hint)
+
+
+def peaks(name: str, found: Mapping[str, Any] | None) -> Iterator[Check]:
+    """What was measured of this device, beside what its data sheet promises."""
+    if found is None:
+        yield Check("peaks", "ok", "not measured yet: the first model that is loaded does, in 2 to 4 s")
+    else:
+        reads = (
+            f"reads {found['read_gbps']:.4g} GB/s ({found['read_method']})"
+            if found["read_gbps"]
+            else "reads n/a"
+        )
+        copies = f"copies {found['copy_gbps']:.4g} GB/s" if found["copy_gbps"] else "copies n/a"
+        rates = ", ".join(f"{d} {t:.3g}" for d, t in sorted(found["compute_tflops"].items()))
+        yield Check("peaks", "ok", f"measured: {reads}, {copies}; TFLOP/s: {rates or 'n/a'}")
+    sheet = data_sheet(name)
+    if sheet is None:
+        yield Check("peaks", "ok", f"no data sheet of {name} is known here")
+        return
+    rates = ", ".join(f"{d} {t:.4g}" for d, t in sorted(sheet.compute_tflops.items()))
+    share = (
+        f" ({found['read_gbps'] / sheet.read_gbps:.0%} of it read)" if found and found["read_gbps"] else ""
+    )
+    yield Check(
+        "peaks", "ok", f"data sheet of {sheet.board}: {sheet.read_gbps:.0f} GB/s{share}; TFLOP/s: {rates}"
+    )
 
 
 def kernels(capability: Capability, dtype: str = "bf16") -> Iterator[Check]:

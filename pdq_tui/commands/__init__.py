@@ -7,6 +7,8 @@ COMMANDS: Final = {
     "app": "app",
     "run": "run",
     "evaluate": "evaluate",
+    "recheck": "recheck",
+    "note": "note",
     "compare": "compare",
     "report": "report",
     "replay": "replay",

@@ -68,6 +68,22 @@ def evaluate(
             help='Your tasks instead of ours: JSONL with "prompt" and "answer", and "rule" where "contains" does not suit.',
         ),
     ] = None,
+    targets: Annotated[
+        str,
+        typer.Option(
+            "--targets",
+            metavar="TTFT/TPOT",
+            help="Under load, what 90 % of requests have to meet, in ms; MLPerf's for 8 B: 2000/100, or 500/30.",
+        ),
+    ] = "2000/100",
+    soak: Annotated[
+        str | None,
+        typer.Option(
+            "--soak",
+            metavar="DURATION",
+            help="How long the policy runs at the end: 20s, 10min, 4h. [by plan]",
+        ),
+    ] = None,
     prompt_tokens: flags.In = None,
     output_tokens: flags.Out = None,
     batch: flags.Batch = None,
@@ -92,7 +108,8 @@ def evaluate(
     from datetime import UTC, datetime
 
     from pdq_tui.core.catalog import find_policy
-    from pdq_tui.judge import estimate, quality, taskset
+    from pdq_tui.judge import diary, estimate, quality, taskset
+    from pdq_tui.judge import soak as endurance
     from pdq_tui.judge import traffic as traffics
     from pdq_tui.judge.evaluation import Evaluation
     from pdq_tui.judge.plan import PLANS, STAGED, STEPS, UNIFORM, Spec, Step
@@ -106,6 +123,8 @@ def evaluate(
         raise UsageError(f"--plan: {plan!r} is not a legal value", f"legal: {', '.join(PLANS)}")
     if gate not in quality.GATES:
         raise UsageError(f"--gate: {gate!r} is not a legal value", f"legal: {', '.join(quality.GATES)}")
+    ttft_target, tpot_target = _targets(targets)
+    soak_s = None if soak is None else endurance.duration_s(soak)
     loaded = settings(
         {
             **flags.workload_flags(prompt_tokens, output_tokens, batch, None, None, seed),
@@ -145,6 +164,9 @@ def evaluate(
             min_effect=s.run.min_effect,
             seed=s.workload.seed,
             tasks=() if tasks is None else tuple(taskset.read(tasks.expanduser())),
+            soak_s=soak_s,
+            ttft_target_ms=ttft_target,
+            tpot_target_ms=tpot_target,
             tasks_name="the project's own" if tasks is None else tasks.name,
         )
         mixed = [p.name for p in spec.uniform if p.staged] or [p.name for p in spec.staged if not p.staged]
@@ -193,7 +215,7 @@ def evaluate(
     finally:
         printer.close()
         mark.end()
-    source = evaluated(evaluation.spec, found)
+    source = evaluated(evaluation.spec, found, diary.read(evaluation.directory))
     data = to_json(source)
     atomic.write_file(evaluation.directory / "evaluation.json", data, force=True)
     reports = write(source, ["md", "html"], evaluation.directory, force=True)
@@ -204,3 +226,14 @@ def evaluate(
 
 def _about(seconds: float) -> str:
     return f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
+
+
+def _targets(text: str) -> tuple[float, float]:
+    """ "2000/100" → TTFT and TPOT in ms."""
+    try:
+        ttft, tpot = (float(part) for part in text.split("/"))
+    except ValueError:
+        ttft = tpot = 0.0
+    if not (0 < ttft < float("inf") and 0 < tpot < float("inf")):
+        raise UsageError(f"--targets: {text!r} is not TTFT/TPOT in ms", "like 2000/100")
+    return ttft, tpot

@@ -16,6 +16,7 @@ import msgspec
 from pdq_tui.core.arms import answers, arm_stats, counts, drift, gaps, invalid_reason, timed
 from pdq_tui.core.caveats import warnings
 from pdq_tui.core.comparable import obstacles
+from pdq_tui.core.datasheet import data_sheet
 from pdq_tui.core.facts import Facts, clocks, collect
 from pdq_tui.core.metrics import METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, noise_floor, ratios
@@ -161,6 +162,14 @@ def _device(facts: Facts) -> Json | None:
     put(out, "read_peak_gbps", d.read_peak_gbps, "no read peak was measured")
     out["read_peak_method"] = d.read_peak_method
     out["compute_peak_tflops"] = dict(d.compute_peak_tflops)
+    put(out, "copy_peak_gbps", d.copy_peak_gbps, "no copy peak was measured")
+    sheet = data_sheet(d.name)
+    put(
+        out,
+        "data_sheet",
+        msgspec.to_builtins(sheet) if sheet else None,
+        "no data sheet of this device is known",
+    )
     put(out, "last_level_cache_bytes", d.last_level_cache_bytes, "not told by this device")
     out["memory_method"] = d.memory_method
     return out
@@ -246,6 +255,7 @@ def arm_document(facts: Facts, label: str) -> Json:
             )
             wasted = [r.bytes_per_step_wasted for r in used if r.bytes_per_step_wasted is not None]
             put(part, "bytes_per_step_wasted", max(wasted, default=None), "not counted")
+        _put_work(part, stage, used)
         put(part, "energy_j_per_token", None, _NO_ENERGY)
         _put_bytes(part, "peak_bytes", stats[f"{stage}_peak_bytes"])
         covered = ready.coverage.get(stage) if ready else None
@@ -310,6 +320,16 @@ def _trace(t: Traced) -> Json:
 def _only(facts: Facts) -> bool:
     """Whether one arm under one policy was all that the engine ever held."""
     return len(facts.labels()) <= 1 and len({r.policy_digest for r in facts.requests}) <= 1
+
+
+def _put_work(part: Json, stage: str, used: Sequence[Request]) -> None:
+    """Bytes and FLOPs of one pass, of the last request that counted: what a roofline is drawn from."""
+    done = [r for r in used if (r.prefill_flops if stage == "prefill" else r.decode_flops)]
+    last = done[-1] if done else None
+    flops = None if last is None else last.prefill_flops if stage == "prefill" else last.decode_flops
+    put(part, "flops", dict(flops) if flops else None, "no pass was counted")
+    if stage == "prefill":
+        put(part, "bytes", last.prefill_bytes if last else None, "no pass was counted")
 
 
 def _put_summary(into: Json, key: str, s: Summary) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from pdq_tui.core.kernels import KernelTable
 from pdq_tui.core.messages.profiles import StageTrace
+
+if TYPE_CHECKING:  # the app's first screen tells what was flagged, and needs no kernel tables for it
+    from pdq_tui.core.kernels import KernelTable
 
 #: op → what must be among the operators of a stage that runs it: one pattern of each tuple, each at least once a layer
 #: and pass.

@@ -84,6 +84,16 @@ class Bench:
             raise UsageError("there is no workload yet")
         return self.prepared.batches[number % len(self.prepared.batches)]
 
+    def prompts(self) -> Sequence[Batch]:
+        """The workload's batches. Raises UsageError where there is none."""
+        self._batch(0)
+        assert self.prepared is not None
+        return self.prepared.batches
+
+    def warm_up(self, label: str, stopped: Callable[[], bool]) -> None:
+        """What is cold of this arm and the workload's first shape, before anything counts."""
+        self._warm_up(self.arm(label), self._batch(0), stopped)
+
     def arm(self, label: str) -> Arm:
         if label not in self.arms:
             raise UsageError(f"arm {label} has no policy yet")

@@ -143,6 +143,7 @@ class CudaDevice:
             uuid=cuda_uuid(self._properties),
             bus_id=cuda_bus_id(self._properties),
             capability=self.capability,
+            driver=cuda_driver(),
             features=list(capability(self, buildable=True).features),
             memory_bytes=self.total_bytes,
             threads=self.threads,
@@ -229,6 +230,13 @@ def cuda_uuid(properties: Any) -> str | None:
     if uuid is None:
         return None
     return f"{'MIG' if ' MIG ' in str(properties.name) else 'GPU'}-{uuid}"
+
+
+def cuda_driver() -> str | None:
+    """The CUDA version that the driver speaks, "13.0"; None where this torch does not tell it."""
+    ask = getattr(torch._C, "_cuda_getDriverVersion", None)
+    number = int(ask()) if ask is not None else 0
+    return f"{number // 1000}.{number % 1000 // 10}" if number else None
 
 
 def cuda_bus_id(properties: Any) -> str | None:

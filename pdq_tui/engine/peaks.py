@@ -1,6 +1,6 @@
-"""What this device reaches when it does nothing else: the read peak, and the peak of a product in each dtype.
+"""What this device reaches when it does nothing else: reading, copying, and a product in each dtype.
 
-Measured once for a device and a thread count, then kept in the cache. The read peak is the best of several probes over
+Measured once for a device, its driver and a thread count, then kept in the cache. The read peak is the best of several probes over
 a buffer that no cache holds, since one probe alone is off by a fifth; its name travels with it. The peak of a dtype is
 the best of square products that grow until the rate no longer rises: a small one does not fill many cores.
 """
@@ -26,7 +26,7 @@ from pdq_tui.engine.device import Device
 from pdq_tui.engine.runner import Peaks
 
 #: Raise when a probe changes: cached figures of another version are measured again.
-PROBES_VERSION = 3
+PROBES_VERSION = 4
 #: How many sessions look, before the cache alone is asked.
 LOOKS = 3
 #: Each probe repeats at most this long, in seconds, and at most this often.
@@ -63,7 +63,7 @@ def peaks(
     A peak is the best that was ever seen, and one look may fall into a busy second: the first sessions on a device
     each look again, and the best is kept.
     """
-    file = cache / "peaks" / f"{_key(info)}.json"
+    file = cache / "peaks" / f"{_key(info, native.identity())}.json"
     looks, known = _read(file)
     if looks >= LOOKS:
         return known
@@ -85,13 +85,14 @@ def _best_of(one: Peaks, other: Peaks) -> Peaks:
         faster.read_gbps,
         faster.read_method,
         {d: max(one.compute_tflops.get(d, 0.0), other.compute_tflops.get(d, 0.0)) for d in sorted(dtypes)},
+        max(one.copy_gbps or 0.0, other.copy_gbps or 0.0) or None,
     )
 
 
-def _key(info: DeviceInfo) -> str:
+def _key(info: DeviceInfo, kernels: str | None) -> str:
     parts = [
-        PROBES_VERSION, info.kind, info.name, info.uuid, info.threads, info.isa, torch.__version__,
-        native.identity(),
+        PROBES_VERSION, info.kind, info.name, info.uuid, info.driver, info.threads, info.isa, torch.__version__,
+        kernels,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -104,6 +105,7 @@ def _read(file: Path) -> tuple[int, Peaks]:
             float(stored["read_gbps"]),
             str(stored["read_method"]),
             {str(name): float(value) for name, value in stored["compute_tflops"].items()},
+            None if stored["copy_gbps"] is None else float(stored["copy_gbps"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0, Peaks()
@@ -114,7 +116,7 @@ def measure(device: Device, info: DeviceInfo, progress: Progress, cancelled: Cal
     """Try the probes one after the other. A dtype that this device has no product for is left out."""
     best_gbps, method = None, ""
     products = list(_products(device))
-    total = 4 + len(products)
+    total = 5 + len(products)
     done = 0
     for name, bytes_read, probe in _reads(device, info):
         check(cancelled)
@@ -123,6 +125,12 @@ def measure(device: Device, info: DeviceInfo, progress: Progress, cancelled: Cal
         seconds, _ = _best_seconds(device, probe, cancelled)
         if seconds is not None and (best_gbps is None or bytes_read / seconds / 1e9 > best_gbps):
             best_gbps, method = bytes_read / seconds / 1e9, name
+    check(cancelled)
+    progress(done, total, "copy peak")
+    done += 1
+    copied = _copy(device, info)
+    seconds, _ = _best_seconds(device, copied[1], cancelled)
+    copy_gbps = None if seconds is None else copied[0] / seconds / 1e9
     tflops: dict[str, float] = {}
     for dtype, product in products:
         check(cancelled)
@@ -135,7 +143,7 @@ def measure(device: Device, info: DeviceInfo, progress: Progress, cancelled: Cal
         # A CPU without instructions for a narrow type can widen it first: its limit is never below fp32's.
         tflops = {dtype: max(value, tflops["fp32"]) for dtype, value in tflops.items()}
     device.empty_cache()
-    return Peaks(best_gbps, method, tflops)
+    return Peaks(best_gbps, method, tflops, copy_gbps)
 
 
 def best_rate(device: Device, product: Product, cancelled: Callable[[], bool]) -> float | None:
@@ -209,6 +217,25 @@ def _reads(device: Device, info: DeviceInfo) -> Iterator[tuple[str, int, Probe]]
     yield "matrix times vector, fp32", size, lambda: lambda: torch.mv(words, vector)
     yield "linear of one row, fp16", size, lambda: row(torch.float16)
     yield "linear of one row, bf16", size, lambda: row(torch.bfloat16)
+
+
+def _copy(device: Device, info: DeviceInfo) -> tuple[int, Probe]:
+    """(bytes read and written by one run, probe): one buffer into another."""
+    elements = max(1 << 16, buffer_bytes(device, info) // 8)
+
+    def probe() -> Run:
+        source = torch.ones(elements, dtype=torch.float32, device=device.torch_device)
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
+
+    return 2 * 4 * elements, probe
+
+
+def cached(info: DeviceInfo, cache: Path, kernels: str | None) -> Peaks | None:
+    """What earlier sessions measured of this device; nothing is measured now. ``kernels``: identity of our own CPU
+    kernels as those sessions had them."""
+    looks, known = _read(cache / "peaks" / f"{_key(info, kernels)}.json")
+    return known if looks else None
 
 
 def _products(device: Device) -> Iterator[tuple[str, Product]]:

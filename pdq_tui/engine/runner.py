@@ -85,6 +85,7 @@ class Peaks:
     read_gbps: float | None = None
     read_method: str = ""
     compute_tflops: dict[str, float] = field(default_factory=dict)
+    copy_gbps: float | None = None
 
 
 @dataclass
@@ -250,6 +251,8 @@ class _Run:
         last_cost = generation.step_cost()
         record.bytes_per_step = (first_cost.bytes + last_cost.bytes) // 2
         record.bytes_per_step_wasted = generation.bytes_per_step_wasted()
+        first, last = first_cost.flops, last_cost.flops
+        record.decode_flops = {d: (first.get(d, 0.0) + last.get(d, 0.0)) / 2 for d in sorted(first | last)}
         first_bound, last_bound = self._bound_ms(first_cost), self._bound_ms(last_cost)
         if first_bound is not None and last_bound is not None:
             record.decode_bound_ms = (first_bound + last_bound) / 2

@@ -20,6 +20,7 @@ from pdq_tui.core.tuned import in_use
 from pdq_tui.engine import faults, native, quality, trace, tune
 from pdq_tui.engine.asking import Asker
 from pdq_tui.engine.bench import Bench, Control
+from pdq_tui.engine.canary import Canaries
 from pdq_tui.engine.cancel import Cancelled, check
 from pdq_tui.engine.channel import Inbox
 from pdq_tui.engine.device import Device, open_device
@@ -27,6 +28,7 @@ from pdq_tui.engine.loader import LoadedModel, load_model
 from pdq_tui.engine.peaks import peaks
 from pdq_tui.engine.prompts import prepare
 from pdq_tui.engine.runner import Arm, RequestFailedError
+from pdq_tui.engine.serving import Serving
 from pdq_tui.engine.staged import StagedArm, StagedModel
 from pdq_tui.errors import PdqError, UsageError
 
@@ -81,6 +83,10 @@ class Session:
                 case p.Tune():
                     stage = "tune"
                     self._run(number, lambda bench, control: self._tune(control, command))
+                case p.Serve():
+                    self._run(number, lambda bench, control: self._serve(bench, control, command))
+                case p.Soak():
+                    self._run(number, lambda bench, control: self._soak(bench, control, command))
                 case _:
                     self.send(p.Note(level="warn", text=f"the engine has no use for {stage}"))
         except RequestFailedError as failed:
@@ -181,7 +187,7 @@ class Session:
                 cache = Path(command.cache_dir) if command.cache_dir else locations.cache_dir()
                 found = peaks(device, info, cache, self._progress("load", "probes"), cancelled)
                 info.read_peak_gbps, info.read_peak_method = found.read_gbps, found.read_method
-                info.compute_peak_tflops = dict(found.compute_tflops)
+                info.compute_peak_tflops, info.copy_peak_gbps = dict(found.compute_tflops), found.copy_gbps
                 self.staged = StagedModel(
                     model.skeleton,
                     model.masters,
@@ -419,6 +425,45 @@ class Session:
         except PdqError as error:
             done = p.Traced(arm=command.arm, policy="", failed=error.message)
         self.send(done)
+
+    def _serve(self, bench: Bench, control: Control, command: p.Serve) -> None:
+        assert self.model is not None and self.staged is not None
+        progress = self._progress("serve", "s")
+        try:
+            with Serving(
+                self.staged, self.model, bench.arm(command.arm), command, control.stopped
+            ) as serving:
+                done = 0
+                for event in serving.run(control.stopped, progress):
+                    self.send(event)
+                    done += isinstance(event, p.Served)
+        except Cancelled:
+            self.send(p.RunEnded(reason="stopped", requests=0))
+            return
+        self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
+
+    def _soak(self, bench: Bench, control: Control, command: p.Soak) -> None:
+        assert self.model is not None and self.device is not None
+        prompts = [batch.ids[:1] for batch in bench.prompts()[: command.canary_prompts]]
+        canaries = Canaries(self.device, bench.arm(command.arm), prompts, command)
+        bench.warm_up(command.arm, control.stopped)
+        begin = time.monotonic()
+        self.send(canaries.sing())
+        done, sung = 0, 0.0
+        while not control.stopped() and (at := time.monotonic() - begin) < command.seconds:
+            if at - sung >= command.canary_every_s:
+                sung = at
+                self.send(canaries.sing())
+            self.send(
+                p.Progress(
+                    task="soak", label=f"{command.arm}: soak", done=at, total=command.seconds, unit="s"
+                )
+            )
+            bench.request(command.arm, done, "soak", control.stopped)
+            done += 1
+        if not control.stopped():
+            self.send(canaries.sing())
+        self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
 
     def _between(self) -> bool:
         """Carry out the arms, workloads and bursts that wait; True where something else waits, which ends the loop."""

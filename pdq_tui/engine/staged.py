@@ -255,6 +255,33 @@ class StagedModel:
             self._views[key] = view
         return view
 
+    def serving_views(
+        self,
+        policy: Policy,
+        chunk: int,
+        rows: int,
+        attention_name: str,
+        progress: Progress = lambda *_: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> dict[Stage, PreTrainedModel]:
+        """Models of both stages for another engine's batches: up to ``chunk`` prompt tokens, or ``rows`` sequences of one
+        token, by another attention. Eager: their shapes change with every step. Packs what is missing; raises Cancelled,
+        and UnfitError where it does not fit."""
+        by_stage: dict[Stage, list[Placement]] = {
+            "prefill": self.planner.placements(policy, "prefill", chunk, rows),
+            "decode": self.planner.placements(policy, "decode", rows, rows),
+        }
+        wanted = _wanted(by_stage)
+        live = {key for arm in self._arms for key in arm.keys} | set(wanted)
+        self.store.check_fit(self.store.new_bytes(wanted), live, self.device.free_bytes())
+        self.store.pack_missing(wanted, progress, cancelled)
+        return {
+            stage: copy_shell(
+                self.skeleton, {p.layer.name: self._linear(p) for p in placements}, attention_name
+            )
+            for stage, placements in by_stage.items()
+        }
+
     def _runner(self, stage: Stage) -> tuple[str, str | None]:
         """(what runs the decoder layers, why not something better)."""
         if self.layers == "eager":

@@ -136,6 +136,23 @@ class Conversation:
         self._ended(command, lambda e: found.append(e) if isinstance(e, p.Answered) else None)
         return found
 
+    def serve(self, command: p.Serve) -> tuple[list[p.Served], p.ServeEnded | None]:
+        """The requests of one load, and what it was like; None where it was interrupted."""
+        served: list[p.Served] = []
+        ended: list[p.ServeEnded] = []
+
+        def seen(event: Any) -> None:
+            if isinstance(event, p.Served):
+                served.append(event)
+            elif isinstance(event, p.ServeEnded):
+                ended.append(event)
+
+        self._ended(command, seen)
+        return served, ended[0] if ended else None
+
+    def soak(self, command: p.Soak) -> p.RunEnded:
+        return self._ended(command)
+
     def vanish(self, command: p.Message, timeout_s: float = STOP_S) -> float | None:
         """Send ``command`` and go away without a word, as an app does that was killed. Returns how many seconds the engine
         took to end by itself, None where it did not within ``timeout_s``. Nothing can be asked afterwards."""

@@ -259,6 +259,7 @@ class ReplaySession:
     interleave: Callable[..., None] = _refuse
     start_loop: Callable[..., None] = _refuse
     restart_engine: Callable[..., None] = _refuse
+    trace: Callable[..., None] = _refuse
 
     def stop(self) -> None:
         """Nothing runs."""

@@ -23,7 +23,9 @@ def left(spec: Spec, found: Mapping[str, Json]) -> dict[str, float]:
         "confirmation": _confirmation,
         "quality": _quality,
         "tasks": _tasks,
+        "load": _load,
         "abnormal": _abnormal,
+        "soak": _soak,
     }
     return {
         step.name: by_step[step.name](spec, found)
@@ -106,3 +108,16 @@ def _tasks(spec: Spec, found: Mapping[str, Json]) -> float:
     assert spec.workload.prompt_tokens is not None
     one = float(b["ttft_ms"] * 120 / spec.workload.prompt_tokens + 20 * b["tpot_ms"]) / 1e3
     return (len(spec.tasks) or spec.plan.tasks) * (_kept(spec, found) + 1) * one
+
+
+def _load(spec: Spec, found: Mapping[str, Json]) -> float:
+    """Two policies, each load as long as its arrivals and one round before and after; a server's step takes about twice as
+    long as the engine's own."""
+    loads = len(spec.plan.concurrency) + len(spec.plan.rates)
+    rounds = sum(spec.plan.concurrency) + len(spec.plan.rates)
+    return 2 * (loads * spec.plan.load_s + 2 * rounds * _request_s(spec, found))
+
+
+def _soak(spec: Spec, found: Mapping[str, Json]) -> float:
+    """As long as it was asked for, and one request that is under way at its end."""
+    return (spec.soak_s or spec.plan.soak_s) + _request_s(spec, found)

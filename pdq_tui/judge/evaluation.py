@@ -31,7 +31,19 @@ Watch = Callable[[Step, int, str, float], None]
 
 SPEC: Final = "spec.json"
 #: What belongs to one step; of everything else (model, workload, arms, notes) the last word stands.
-_MEASURED: Final = (p.Request, p.Scored, p.RunStarted, p.RunEnded, p.SensorSample, p.StageSample, p.Progress)
+_MEASURED: Final = (
+    p.Request,
+    p.Scored,
+    p.Answered,
+    p.Served,
+    p.ServeEnded,
+    p.Canary,
+    p.RunStarted,
+    p.RunEnded,
+    p.SensorSample,
+    p.StageSample,
+    p.Progress,
+)
 
 
 class StoppedError(PdqError):

@@ -3,6 +3,7 @@ returns what it found as JSON, like those of ``steps``."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,11 @@ from pdq_tui.core import protocol as p
 from pdq_tui.core.workload import Workload
 from pdq_tui.errors import PdqError
 from pdq_tui.host.conversation import Conversation
+from pdq_tui.host.journal import ReadCounts, read_events
 from pdq_tui.judge import abnormal as unusual
-from pdq_tui.judge import flips, quality, taskset
+from pdq_tui.judge import flips, logs, quality, taskset
+from pdq_tui.judge import load as loads
+from pdq_tui.judge import soak as endurance
 from pdq_tui.judge.abnormal import Result
 from pdq_tui.judge.taskset import Task
 
@@ -144,6 +148,107 @@ def _compared(both: Sequence[Task], base: Json, policy: Json) -> flips.Flips:
     )
 
 
+def load(ev: Evaluation) -> Json:
+    """Rising concurrency, then arrivals on their own, for the staged policy and the uniform that it was timed against."""
+    spec, plan, w = ev.spec, ev.spec.plan, ev.spec.workload
+    reference = ev.by_name([ev.found["confirmation"]["reference"]])[0]
+    policies = list(dict.fromkeys([reference, subject(ev)]))
+    conditions = ev.found["conditions"]
+    stored = {policy.name: int(conditions["weights"][policy.name]["stored_bytes"]) for policy in policies}
+    a_token = int(conditions["kv"][reference.name]["bytes_per_token"])
+    assert w.prompt_tokens is not None
+    most = plan.concurrency[-1] * (w.prompt_tokens + w.output_tokens + _PAGE_SLACK)
+    points: list[Json] = []
+    knees: list[Json] = []
+    refused: dict[str, str] = {}
+    engine: Json = {}
+    for policy in policies:
+        budget = loads.kv_tokens(stored[policy.name], max(stored.values()), a_token, most)
+        mine: list[loads.Point] = []
+        try:
+            for concurrency in plan.concurrency:
+                mine.append(_point(ev, policy, budget, engine, concurrency=concurrency))
+                if loads.saturated(mine):
+                    break
+            best = max((p.throughput or 0.0 for p in mine), default=0.0)
+            for share in plan.rates if best else ():
+                mine.append(_point(ev, policy, budget, engine, rate=best * share))
+                if loads.overloaded(mine[-1]):
+                    break
+        except PdqError as error:
+            refused[policy.name] = error.message
+        points += [msgspec.to_builtins(p) for p in mine]
+        if mine:
+            knees.append(msgspec.to_builtins(loads.knee(policy.name, mine)))
+    flagged = [f"{p['arm']}: {p['flagged']}" for p in points if p["flagged"]]
+    return {
+        **engine,
+        "targets": {"ttft_ms": spec.ttft_target_ms, "tpot_ms": spec.tpot_target_ms, "share": loads.MEET},
+        "memory_bytes": max(stored.values()) + most * a_token,
+        "knee": next((k for k in knees if k["arm"] == subject(ev).name), None),
+        "knees": knees,
+        "points": points,
+        "refused": refused,
+        "unsettled": "; ".join(
+            [*(f"{name} could not be loaded: {why}" for name, why in refused.items()), *flagged]
+        )
+        or None,
+        "stop": None,
+    }
+
+
+#: A page of the server's cache belongs to one request: what its last one leaves empty.
+_PAGE_SLACK = 64
+
+
+def _point(
+    ev: Evaluation,
+    policy: Policy,
+    budget: int,
+    engine: Json,
+    concurrency: int | None = None,
+    rate: float | None = None,
+) -> loads.Point:
+    """One load. ``engine``: gets what served it. Raises PdqError, after which the engine is closed."""
+    spec, w = ev.spec, ev.spec.workload
+    assert w.prompt_tokens is not None
+    command = p.Serve(
+        arm=policy.name,
+        concurrency=concurrency,
+        rate=rate,
+        seconds=spec.plan.load_s,
+        least=2 * (concurrency or 1),
+        prompt_tokens=w.prompt_tokens,
+        output_tokens=w.output_tokens,
+        kv_tokens=budget,
+        rows=spec.plan.concurrency[-1],
+        seed=spec.seed,
+    )
+    found: list[tuple[list[p.Served], p.ServeEnded | None]] = []
+
+    def do(talk: Conversation) -> None:
+        ev.arm(policy)
+        found.append(talk.serve(command))
+
+    try:
+        ev.talk(do)
+    except PdqError:
+        ev.close()
+        raise
+    served, ended = found[0]
+    if ended is None:
+        raise PdqError("the load was given up before its end")
+    engine |= {"engine": ended.engine, "attention": ended.attention, "scheduler": ended.scheduler}
+    return loads.point(
+        served,
+        ended,
+        concurrency=concurrency,
+        rate=rate,
+        ttft_target=spec.ttft_target_ms,
+        tpot_target=spec.tpot_target_ms,
+    )
+
+
 def abnormal(ev: Evaluation) -> Json:
     policy, w, bottleneck = subject(ev), ev.spec.workload, ev.found["bottleneck"]
     assert w.prompt_tokens is not None
@@ -198,3 +303,62 @@ def _vanish(ev: Evaluation, policy: Policy, workload: Any) -> float | None:
     ev.talk(do)
     ev.close()
     return took[0]
+
+
+def soak(ev: Evaluation) -> Json:
+    policy, spec = subject(ev), ev.spec
+    seconds = spec.soak_s or spec.plan.soak_s
+
+    def do(talk: Conversation) -> None:
+        ev.arm(policy)
+        talk.soak(
+            p.Soak(
+                arm=policy.name,
+                seconds=seconds,
+                # Every few minutes; a short soak has a few as well.
+                canary_every_s=min(180.0, seconds / 5),
+                seed=spec.seed,
+            )
+        )
+
+    begin = time.monotonic_ns()
+    events = ev.talk(do)
+    body = endurance.analyse(
+        [e for e in events if isinstance(e, p.Request) and e.kind == "soak"],
+        [e for e in events if isinstance(e, p.Canary)],
+        [e for e in events if isinstance(e, p.SensorSample)],
+        begin,
+    )
+    short = seconds < endurance.HOURS_LONG_S
+    return {
+        "policy": policy.name,
+        "asked_s": seconds,
+        "hours_long": not short,
+        **body,
+        "troubles": endurance.troubles(body),
+        "unsettled": f"{endurance.words(seconds)}: not the hours-long test" if short else None,
+        "stop": None,
+    }
+
+
+def log_analysis(ev: Evaluation) -> Json:
+    """Every journal of this evaluation, of earlier sittings as well."""
+    found = logs.Logs()
+    journals = sorted(ev.directory.glob("runs/*/events.jsonl"))
+    unreadable: dict[str, str] = {}
+    for journal in journals:
+        counts = ReadCounts()
+        try:
+            events = list(read_events(journal, counts))
+        except (OSError, PdqError) as error:
+            unreadable[journal.parent.name] = str(error)
+            continue
+        found.take(events, counts.torn, counts.unknown)
+    found.opened(max(0, len(journals) - 1))
+    return {
+        "journals": len(journals),
+        "unreadable": unreadable,
+        "events": found.events,
+        "counts": [msgspec.to_builtins(c) for c in found.counts()],
+        "stop": None,
+    }

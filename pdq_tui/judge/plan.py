@@ -19,6 +19,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     what is reported; each is ``window_tokens`` long (prefill path), or as many and ``new_tokens`` forced ones (decode).
 
     tasks              of the project's own, where the user gives none.
+    concurrency        of the closed loops, rising; ``load_s`` seconds of arrivals each.
+    rates              of the open loops, as shares of the best closed loop's throughput.
+    soak_s             where the user names no other.
     longest_request_s  a single request of the abnormal inputs that would take longer is not sent, and said not to be.
     """
 
@@ -31,6 +34,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     new_tokens: int
     longest_request_s: float
     tasks: int
+    concurrency: tuple[int, ...]
+    load_s: float
+    rates: tuple[float, ...]
+    soak_s: float
     keep_uniform: int = 3
     keep_staged: int = 2
 
@@ -48,6 +55,10 @@ PLANS: Final = {
             new_tokens=24,
             longest_request_s=60.0,
             tasks=40,
+            concurrency=(1, 2, 4),
+            load_s=8.0,
+            rates=(0.7,),
+            soak_s=20.0,
         ),
         Plan(
             name="full",
@@ -59,6 +70,10 @@ PLANS: Final = {
             new_tokens=128,
             longest_request_s=600.0,
             tasks=400,
+            concurrency=(1, 2, 4, 8, 16, 32),
+            load_s=60.0,
+            rates=(0.5, 0.7, 0.85, 1.0),
+            soak_s=600.0,
         ),
     )
 }
@@ -86,6 +101,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     tasks: tuple[Task, ...] = ()
     tasks_name: str = "the project's own"
+    ttft_target_ms: float = 2000.0
+    tpot_target_ms: float = 100.0
+    soak_s: float | None = None
 
     @property
     def base(self) -> Policy:
@@ -139,17 +157,32 @@ STEPS: Final = (
         why="divergence does not rank near-lossless policies: answers that changed do, counted both ways",
     ),
     Step(
+        name="load",
+        title="Load",
+        why="what holds for one request at a time need not hold for many: steps mix both stages, requests wait",
+    ),
+    Step(
         name="abnormal",
         title="Abnormal inputs",
         why="somebody will send them: each has to end in a stated way, and the next request has to be right",
+    ),
+    Step(
+        name="soak",
+        title="Soak",
+        why="memory that grows, clocks that sink and numbers that go astray show only with time",
+    ),
+    Step(
+        name="logs",
+        title="Log analysis",
+        why="what failed, was tried again or ran otherwise than asked for is counted, so that nobody has to have seen it",
     ),
 )
 
 #: What a whole protocol has, in a few words, and the step that tests it; None: this version does not.
 RISKS: Final[dict[str, tuple[str, str | None]]] = {
     "task set": ("divergence does not rank near-lossless policies", "tasks"),
-    "load": ("throughput under rising concurrency and its knee", None),
-    "soak": ("hours of running: drift of time, memory and answers", None),
+    "load": ("throughput under rising concurrency and its knee", "load"),
+    "soak": ("hours of running: drift of time, memory and answers", "soak"),
     "abnormal inputs": ("empty, blank, too long, cancelled and broken requests", "abnormal"),
     "energy": ("needs a counter and windows of one stage", None),
 }

@@ -369,5 +369,8 @@ DO: Final[dict[str, Callable[[Evaluation], Json]]] = {
     "confirmation": confirmation,
     "quality": quality,
     "tasks": operation.tasks,
+    "load": operation.load,
     "abnormal": operation.abnormal,
+    "soak": operation.soak,
+    "logs": operation.log_analysis,
 }

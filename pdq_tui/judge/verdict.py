@@ -18,7 +18,7 @@ import msgspec
 from pdq_tui.core.caveats import EXPLAINED_MIN
 from pdq_tui.core.metrics import PRIMARY
 from pdq_tui.core.stats import BETTER, UNSURE
-from pdq_tui.judge import breakeven, quality
+from pdq_tui.judge import breakeven, quality, soak
 from pdq_tui.judge.plan import Spec, not_tested
 
 GO: Final = "GO"
@@ -226,12 +226,26 @@ def _task_gates(found: Mapping[str, Json], name: str) -> list[quality.Gate]:
 
 
 def _drift_gate(found: Mapping[str, Json]) -> quality.Gate:
+    """A short soak can fail; only an hours-long one can pass."""
+    name, limit = "stability: drift of time, memory and answers over hours", "no drift over 1 %"
+    body = found.get("soak")
+    if body is None:
+        return quality.Gate(
+            name=name,
+            limit=limit,
+            measured="n/a",
+            result=quality.NOT_TESTED,
+            reason=not_tested(found)["soak"],
+        )
+    troubles = body["troubles"]
+    shown = "none" if not troubles else f"{len(troubles)} found"
+    result = quality.FAIL if troubles else quality.PASS if body["hours_long"] else quality.NOT_TESTED
     return quality.Gate(
-        name="stability: drift of time, memory and answers over hours",
-        limit="no drift over 1 %",
-        measured="n/a",
-        result=quality.NOT_TESTED,
-        reason=not_tested(found)["soak"],
+        name=name,
+        limit=limit,
+        measured=f"{shown} in {soak.words(body['asked_s'])}",
+        result=result,
+        reason="; ".join([*troubles, *([body["unsettled"]] if body["unsettled"] else [])]) or None,
     )
 
 

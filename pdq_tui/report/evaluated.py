@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pdq_tui.judge import diary
+from pdq_tui.judge.diary import Entry
 from pdq_tui.judge.evaluation import Evaluation
 from pdq_tui.judge.plan import STEPS, Spec
 from pdq_tui.judge.verdict import Verdict, verdict
@@ -18,14 +20,15 @@ Json = Mapping[str, Any]
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
-    """``found``: what the finished steps said, by name."""
+    """``found``: what the finished steps said, by name; ``logged``: work that people did by hand."""
 
     spec: Spec
     found: dict[str, Any]
     verdict: Verdict
+    logged: tuple[Entry, ...] = ()
 
     def page(self) -> Page:
-        return evaluation_page(self.spec, self.found, self.verdict)
+        return evaluation_page(self.spec, self.found, self.verdict, self.logged)
 
     def body(self) -> dict[str, Any]:
         """evaluation.json: the verdict, the map, how far each step came, and everything that was found."""
@@ -38,6 +41,10 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
             "verdict": msgspec.to_builtins(self.verdict),
             "quality": _paths(self.found),
             "tasks": {k: v for k, v in self.found.get("tasks", {}).items() if k not in ("items", "answers")},
+            "load": self.found.get("load"),
+            "soak": self.found.get("soak"),
+            "logs": self.found.get("logs", {}).get("counts", []),
+            "operations": [msgspec.to_builtins(entry) for entry in self.logged],
             "abnormal": self.found.get("abnormal", {}).get("abnormal", []),
             "map": self.found.get("confirmation", {}).get("map", []),
             "steps": [{"name": t.name, "status": self._status(t.name)} for t in STEPS],
@@ -74,11 +81,11 @@ def _paths(found: Mapping[str, Json]) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def evaluated(spec: Spec, found: Mapping[str, Json]) -> Evaluated:
-    return Evaluated(spec=spec, found=dict(found), verdict=verdict(spec, found))
+def evaluated(spec: Spec, found: Mapping[str, Json], logged: Sequence[Entry] = ()) -> Evaluated:
+    return Evaluated(spec=spec, found=dict(found), verdict=verdict(spec, found), logged=tuple(logged))
 
 
 def read(directory: Path) -> Evaluated:
     """What is there of an evaluation, finished or not. Raises PdqError where there is none, or it is damaged."""
     kept = Evaluation.resume(directory)
-    return evaluated(kept.spec, kept.kept())
+    return evaluated(kept.spec, kept.kept(), diary.read(directory))

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from pdq_tui.core.metrics import METRICS, MISSING, format_bytes
+from pdq_tui.core.policy import Policy
+from pdq_tui.judge.diary import Entry
 from pdq_tui.judge.plan import STEPS, Spec
 from pdq_tui.judge.scenarios import Card, cards
+from pdq_tui.judge.soak import words
 from pdq_tui.judge.verdict import Verdict, break_even_sentences
 from pdq_tui.report.page import Page, Table
 from pdq_tui.report.pages import facts, formulas
@@ -32,8 +37,8 @@ LEGEND: Final = (
 )
 
 
-def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict) -> Page:
-    """``found``: what the finished steps said, by name."""
+def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict, logged: Sequence[Entry] = ()) -> Page:
+    """``found``: what the finished steps said, by name; ``logged``: work that people did by hand."""
     about = f" about {v.staged}" if v.staged else ""
     region = f" ({v.region})" if v.region else ""
     tables = [_gates(v)]
@@ -54,11 +59,19 @@ def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict) -> Page:
         tables.append(_tasks(found["tasks"]))
     if "confirmation" in found:
         tables.append(_map(found["confirmation"]))
+    if "load" in found:
+        tables.append(_load(found["load"]))
     if "abnormal" in found:
         tables.append(_abnormal(found["abnormal"]))
+    if "soak" in found:
+        tables.append(_soak(found["soak"]))
     tables.append(_scenarios(cards(spec, found, v)))
     if "conditions" in found:
         tables.append(_cost(spec, found["conditions"]))
+    if logged:
+        tables.append(_logged(logged))
+    if "logs" in found:
+        tables.append(_logs(found["logs"]))
     tables += [_confounders(spec, found), _steps(found)]
     return Page(
         title=f"Evaluation of {spec.model}",
@@ -202,7 +215,7 @@ def _ratios(c: Json) -> Table:
         left=3,
         footer=[
             f"{c['blocks']} blocks; the control differed from itself by up to "
-            f"{MISSING if floor is None else f'{floor:.1%}'} in E2E; throughput under load was not measured"
+            f"{MISSING if floor is None else f'{floor:.1%}'} in E2E; throughput under load is a table of its own"
         ],
     )
 
@@ -275,7 +288,7 @@ def _map(c: Json) -> Table:
         left=2,
         footer=[
             "* the 95 % interval excludes 0; ~ beyond the measured length (extrapolated)",
-            "other prompt lengths, batches and concurrency were not measured",
+            "other prompt lengths and batches were not measured; under load only the load table speaks",
         ],
     )
 
@@ -341,6 +354,71 @@ def _tasks(t: Json) -> Table:
     )
 
 
+def _load(a: Json) -> Table:
+    def ms(spread: Json, key: str) -> str:
+        return MISSING if spread[key] is None else f"{spread[key]:.0f}"
+
+    def n(value: float | None, form: str) -> str:
+        return MISSING if value is None else format(value, form)
+
+    rows = [
+        [
+            p["arm"],
+            f"{p['concurrency']} at a time" if p["rate"] is None else f"{p['rate']:.2f} /s arrive",
+            n(p["achieved"], ".1f"),
+            str(p["requests"]),
+            n(p["throughput"], ".2f"),
+            n(p["tokens_per_s"], ".1f"),
+            f"{ms(p['ttft_ms'], 'p50')} / {ms(p['ttft_ms'], 'p90')}",
+            f"{ms(p['tpot_ms'], 'p50')} / {ms(p['tpot_ms'], 'p90')}",
+            n(p["good"], ".0%"),
+            f"{p['mixed_steps']} of {p['steps']}",
+            ", ".join(f"{k} {v}" for k, v in sorted(p["tokens"].items())),
+        ]
+        for p in a["points"]
+    ]
+    t = a["targets"]
+    footer = [
+        f"by {a.get('engine', 'no engine')}: {a.get('attention', MISSING)}; {a.get('scheduler', MISSING)}: another attention and "
+        "cache than the single-stream engine's, not to be compared with its figures",
+        f"meets: share of requests with TTFT ≤ {t['ttft_ms']:g} ms and TPOT ≤ {t['tpot_ms']:g} ms; equal total memory of "
+        f"{format_bytes(a['memory_bytes'])}: what weights leave is KV cache",
+    ]
+    for k in a["knees"]:
+        at = (
+            "none of the loads meets both targets"
+            if k["concurrency"] is None
+            else f"knee at concurrency {k['concurrency']}"
+        )
+        more = "" if k["reached"] else " (the largest that was tried: it may lie above)"
+        goodput = MISSING if k["goodput"] is None else f"{k['goodput']:.2f} requests/s"
+        second = "sees no bend" if k["kneedle"] is None else f"says {k['kneedle']}"
+        footer.append(
+            f"{k['arm']}: {at}{more}; Kneedle {second}; goodput {goodput} ({k['goodput_method']})"
+            + (f"; {k['stopped']}" if k["stopped"] else "")
+        )
+    footer += [f"{name} could not be loaded: {why}" for name, why in a["refused"].items()]
+    return Table(
+        title="4. under load? Rising concurrency, then arrivals on their own",
+        columns=[
+            "policy",
+            "load",
+            "in flight",
+            "requests",
+            "requests/s",
+            "tokens/s",
+            "TTFT ms p50 / p90",
+            "TPOT ms p50 / p90",
+            "meets",
+            "mixed steps",
+            "tokens by stage/view",
+        ],
+        rows=rows,
+        left=2,
+        footer=footer,
+    )
+
+
 def _abnormal(a: Json) -> Table:
     right = {True: "yes", False: "NO", None: MISSING}
     rows = [
@@ -363,6 +441,55 @@ def _abnormal(a: Json) -> Table:
     )
 
 
+def _soak(s: Json) -> Table:
+    rows = []
+    for d in s["drifts"]:
+        ci = d["change_ci95"]
+        rows.append(
+            [
+                d["name"],
+                MISSING if d["level"] is None else _level(d["level"], d["unit"]),
+                MISSING if d["change"] is None else f"{d['change']:+.2%} [{ci[0]:+.2%}, {ci[1]:+.2%}]",
+                "DRIFTS"
+                if d["worse"]
+                else "drifts"
+                if d["drifts"]
+                else MISSING
+                if d["change"] is None
+                else "no",
+                str(d["n"]),
+                d["reason"] or "",
+            ]
+        )
+    c, at = s["canaries"], s["conditions"]
+    kld = MISSING if c["kld_max"] is None else f"{c['kld_max']:.2g}"
+    top = MISSING if c["highest"] is None else f"{c['highest'][0]:.2f} to {c['highest'][1]:.2f}"
+    footer = [
+        f"{s['requests']} requests; {words(s['asked_s'])}{'' if s['hours_long'] else ': not the hours-long test'}",
+        f"canaries: {c['n']} passes, {c['changed']} with other tokens than minute 0, KLD against it up to {kld} nats, "
+        f"{c['nonfinite']} logits not finite, largest logit {top}",
+        "drifts: the interval excludes 0 and the change over the run is above 1 %; the first tenth is warm-up",
+    ]
+    for key, unit in (("clock_mhz", "MHz"), ("temperature_c", "°C")):
+        if at[key]["first"] is not None:
+            footer.append(
+                f"{key.split('_')[0]}: {at[key]['first']:.0f} {unit} in the first third, {at[key]['last']:.0f} in the last"
+            )
+        else:
+            footer.append(f"{key.split('_')[0]}: {MISSING} ({at[key]['reason']})")
+    return Table(
+        title=f"does it hold up? {words(s['asked_s'])} of {s['policy']}",
+        columns=["series", "level", "change over the run, 95 % CI", "drift", "values", "why not"],
+        rows=rows,
+        left=1,
+        footer=footer,
+    )
+
+
+def _level(value: float, unit: str) -> str:
+    return format_bytes(int(value)) if unit == "B" else f"{value:.2f} {unit}"
+
+
 def _cost(spec: Spec, c: Json) -> Table:
     """Counted, not scored."""
     rows = []
@@ -378,6 +505,7 @@ def _cost(spec: Spec, c: Json) -> Table:
                 str(2 if policy.staged else 1),
                 format_bytes(w["stored_bytes"]),
                 format_bytes(w["extra_bytes"]),
+                str(_settings(policy)),
                 str(len(kernels)),
                 str(sum(f.get("modules", 1) for f in c["fallbacks"].get(policy.name, []))),
             ]
@@ -390,13 +518,53 @@ def _cost(spec: Spec, c: Json) -> Table:
             "stage formats",
             "weights",
             "extra for staging",
+            "settings",
             "kernels",
             "fallbacks",
         ],
         rows=rows,
         left=2,
-        footer=["serving engines, deployment and roll-back were not tried; hours of work are not estimated"],
+        footer=[
+            "settings: values of the policy that somebody has to keep; to version: its file, the kernel table, the checkpoint",
+            "deployment and roll-back were not tried; work is not estimated: `pdq-tui note --op TEXT --minutes M` logs it",
+        ],
     )
+
+
+def _logged(logged: Sequence[Entry]) -> Table:
+    return Table(
+        title="5. what does it cost? Work by hand, as logged",
+        columns=["when (UTC)", "what", "minutes"],
+        rows=[[e.at, e.op, f"{e.minutes:g}"] for e in logged],
+        left=2,
+        footer=[f"{sum(e.minutes for e in logged):g} min in all; only what was logged is counted"],
+    )
+
+
+def _logs(a: Json) -> Table:
+    rows = [
+        [c["kind"], str(c["count"]), "; ".join(f"{cause} ({n})" for cause, n in c["causes"])]
+        for c in a["counts"]
+    ]
+    footer = [f"{a['events']} events in {a['journals']} journals"]
+    footer += [f"{run} could not be read: {why}" for run, why in a["unreadable"].items()]
+    return Table(
+        title="what the logs say", columns=["kind", "count", "causes"], rows=rows, left=3, footer=footer
+    )
+
+
+def _settings(policy: Policy) -> int:
+    """Values that somebody has to keep: every key of the policy's file beside its name and summary."""
+    body = msgspec.to_builtins(policy)
+
+    def leaves(value: Any) -> int:
+        if isinstance(value, dict):
+            return sum(leaves(v) for v in value.values())
+        if isinstance(value, list | tuple):
+            return sum(leaves(v) for v in value)
+        return value is not None
+
+    return leaves({k: v for k, v in body.items() if k not in ("name", "summary", "schema")})
 
 
 def _confounders(spec: Spec, found: Mapping[str, Json]) -> Table:
@@ -409,7 +577,7 @@ def _confounders(spec: Spec, found: Mapping[str, Json]) -> Table:
         ["allocation of resources", "one process, the same threads, policies take turns in blocks", load],
         ["cache policy", f"KV cache {', '.join(kv)}" + (" in all policies" if len(kv) == 1 else ", by policy"), "excluded" if len(kv) == 1 else "not excluded"],
         ["data size", "one prompt length, the built-in texts", "not excluded: one length"],
-        ["concurrency model", f"batch {spec.workload.batch}, one at a time", "not excluded: no load test"],
+        ["concurrency model", f"batch {spec.workload.batch}, one at a time", _loaded(found)],
         [
             "clocks and drift",
             "mirrored blocks cancel a linear drift",
@@ -423,6 +591,14 @@ def _confounders(spec: Spec, found: Mapping[str, Json]) -> Table:
         rows=rows,
         left=3,
     )
+
+
+def _loaded(found: Mapping[str, Json]) -> str:
+    points = found.get("load", {}).get("points", [])
+    if not points:
+        return "not excluded: no load test"
+    most = max((p["concurrency"] or 0 for p in points), default=0)
+    return f"load test up to concurrency {most}, by another engine"
 
 
 def _estimate(e: Json, form: str) -> str:

@@ -7,7 +7,7 @@ Arms of one interleaved run are compared by its paired blocks (``core.pairs``), 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -103,8 +103,15 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @no_collecting()
-def compare(snapshots: Sequence[Snapshot], min_effect: float = 0.01, *, force: bool = False) -> Comparison:
-    """Compare each snapshot with the first. ``min_effect`` is the least relative difference that matters.
+def compare(
+    snapshots: Sequence[Snapshot],
+    min_effect: float = 0.01,
+    *,
+    force: bool = False,
+    on_trial: Collection[str] = (),
+) -> Comparison:
+    """Compare each snapshot with the first. ``min_effect`` is the least relative difference that matters. ``on_trial``:
+    conditions that were changed to see what comes of it; they are shown and keep nothing from being judged.
 
     Raises PdqError for fewer than two, and where model or workload differ, unless ``force``: then every row that
     this spoils is flagged and says "unsure".
@@ -121,6 +128,10 @@ def compare(snapshots: Sequence[Snapshot], min_effect: float = 0.01, *, force: b
     for candidate, side in zip(candidates, sides[1:], strict=True):
         paired = _paired(reference, candidate)
         mine = setup_checks(reference, candidate, paired=paired)
+        mine = [
+            msgspec.structs.replace(c, invalidates=(), refuses=False) if c.what in on_trial else c
+            for c in mine
+        ]
         refused = [c for c in mine if c.refuses]
         if refused and not force:
             what = "; ".join(f"{c.what}: {c.reference} against {c.value}" for c in refused)

@@ -63,6 +63,7 @@ REQUESTS: Final[Schema] = {
     "bytes_per_step": _I,
     "bytes_per_step_wasted": _I,
     "prefill_flops": pl.List(pl.Struct({"dtype": _S, "flops": _F})),
+    "decode_flops": pl.List(pl.Struct({"dtype": _S, "flops": _F})),
     "prefill_bytes": _I,
     "prefill_bound_ms": _F,
     "decode_bound_ms": _F,
@@ -157,7 +158,8 @@ def requests_frame(requests: Sequence[p.Request]) -> pl.DataFrame:
     rows = []
     for number, r in enumerate(requests):
         row: dict[str, Any] = {"row": number} | {c: getattr(r, c) for c in REQUESTS if hasattr(r, c)}
-        row["prefill_flops"] = [{"dtype": k, "flops": _clean(v)} for k, v in r.prefill_flops.items()]
+        for stage in ("prefill_flops", "decode_flops"):
+            row[stage] = [{"dtype": k, "flops": _clean(v)} for k, v in getattr(r, stage).items()]
         row["nonfinite_stage"] = r.nonfinite.stage if r.nonfinite else None
         row["nonfinite_step"] = r.nonfinite.step if r.nonfinite else None
         rows.append(row)
@@ -272,11 +274,12 @@ def requests_of(table: pl.DataFrame, tokens: pl.DataFrame, label: str) -> list[p
         stage, step = row.pop("nonfinite_stage", None), row.pop("nonfinite_step", None)
         if stage is not None:
             row["nonfinite"] = {"stage": stage, "step": step or 0}
-        row["prefill_flops"] = {
-            f["dtype"]: f["flops"]
-            for f in row.get("prefill_flops", ())
-            if f["dtype"] is not None and f["flops"] is not None
-        }
+        for stage in ("prefill_flops", "decode_flops"):
+            row[stage] = {
+                f["dtype"]: f["flops"]
+                for f in row.get(stage) or ()
+                if f["dtype"] is not None and f["flops"] is not None
+            }
         number = row.setdefault("request", index)
         for name, value in needed.items():
             row.setdefault(name, value)

@@ -54,6 +54,7 @@ class LiveLike(Protocol):
     def interleave(self, on: bool) -> None: ...
     def start_loop(self) -> None: ...
     def stop(self) -> None: ...
+    def trace(self, arm: str, steps: int = 4) -> None: ...
     def restart_engine(self) -> None: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
@@ -98,6 +99,12 @@ def _policies() -> Screen[Any]:
     return PoliciesScreen()
 
 
+def _kernels() -> Screen[Any]:
+    from pdq_tui.tui.kernels import KernelsScreen
+
+    return KernelsScreen()
+
+
 def _verdict() -> Screen[Any]:
     from pdq_tui.tui.verdict import VerdictScreen
 
@@ -126,7 +133,8 @@ class PdqApp(App[int]):
     TITLE = "pdq"
     #: Made when first shown, then kept with what they hold.
     SCREENS: ClassVar[dict[str, Callable[[], Screen[Any]]]] = {
-        "live": LiveScreen, "compare": _compare, "policies": _policies, "verdict": _verdict, "log": _log,
+        "live": LiveScreen, "compare": _compare, "policies": _policies, "verdict": _verdict,
+        "kernels": _kernels, "log": _log,
     }  # fmt: skip
     BINDINGS: ClassVar[list[BindingType]] = list(keys.APP)
     COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {_palette}
@@ -302,6 +310,11 @@ class PdqApp(App[int]):
         if isinstance(screen, LiveScreen):
             await self.run_action(action, screen)
 
+    async def run_on_kernels(self, action: str) -> None:
+        """Do one of the kernels screen's actions from wherever the palette was opened."""
+        await self.action_go("kernels")
+        await self.run_action(action, self.screen)
+
     def _redraw(self) -> None:
         if isinstance(self.screen, LiveScreen):
             self.screen.redraw(charts=False)
@@ -403,6 +416,7 @@ def scopes() -> list[list[Binding]]:
         compare,
         compare_detail,
         export,
+        kernels,
         lines,
         log,
         page,
@@ -417,7 +431,13 @@ def scopes() -> list[list[Binding]]:
         return [b for owner in owners for b in owner.BINDINGS if isinstance(b, Binding)]
 
     app = [*keys.APP, *replay.PLAYER]
-    screens = (compare.CompareScreen, log.LogScreen, policies.PoliciesScreen, verdict.VerdictScreen)
+    screens = (
+        compare.CompareScreen,
+        kernels.KernelsScreen,
+        log.LogScreen,
+        policies.PoliciesScreen,
+        verdict.VerdictScreen,
+    )
     dialogs = (
         ask.Ask,
         ask.Pick,

@@ -62,6 +62,11 @@ class PdqCommands(Provider):
                 partial(self.pdq.run_on_live, binding.action),
             )
         if not readonly:
+            yield (
+                "Kernels: profile a burst",
+                "one prefill and four decode steps of the active arm, apart from all figures",
+                partial(self.pdq.run_on_kernels, "trace"),
+            )
             yield from self._policies()
         for chart in METRIC_CHARTS:
             metric = METRICS[chart]

@@ -24,12 +24,13 @@ def bound(
     return Binding(keys, action, word, id=id_, tooltip=tooltip, priority=priority, show=show)
 
 
-#: Screens in the order of their digits; 5 is kept for a screen to come.
+#: Screens in the order of their digits.
 SCREENS: Final = (
     ("1", "live", "Live"),
     ("2", "compare", "Compare"),
     ("3", "policies", "Policies"),
     ("4", "verdict", "Verdict"),
+    ("5", "kernels", "Kernels"),
     ("6", "log", "Log"),
 )
 
@@ -128,6 +129,7 @@ CHANGING: Final = frozenset(
         *("run", "restart", "arm", "interleave", "stage", "kv", "snapshot", "snapshot_note"),  # live
         *("apply", "write", "delete"),  # policies
         "plan",  # verdict
+        "trace",  # kernels
     }
 )
 #: Actions that stand in for one of those with --readonly, and are off without.

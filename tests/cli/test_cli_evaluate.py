@@ -17,7 +17,7 @@ from cli_gear import PATIENCE_S, Pdq, environment
 STAGED = "bf16-prefill-int4-decode"
 SMALL = (
     "--in", "16", "--out", "4", "--threads", "1", "--device", "cpu",
-    "--baseline", "bf16", "--baseline", "int4", "--candidate", STAGED, "--gate", "loose",
+    "--baseline", "bf16", "--baseline", "int4", "--candidate", STAGED, "--gate", "loose", "--soak", "3s",
 )  # fmt: skip
 STEPS = [
     "conditions",
@@ -27,7 +27,10 @@ STEPS = [
     "confirmation",
     "quality",
     "tasks",
+    "load",
     "abnormal",
+    "soak",
+    "logs",
 ]
 
 
@@ -102,6 +105,22 @@ def test_every_step_left_its_evidence(evaluated: tuple[Path, Path, dict[str, Any
     assert len(rows) == 12 and all(r["result"] == "pass" and r["next_right"] for r in rows.values()), rows
     assert rows["empty"]["reason"].endswith("the prompt is empty")
     assert rows["cancelled during decode"]["reason"] == "after 5 of 8 tokens"
+    load = body["load"]
+    arms = {p["arm"] for p in load["points"]}
+    assert STAGED in arms and load["refused"] == {} and load["knee"]["arm"] == STAGED
+    closed = [p for p in load["points"] if p["arm"] == STAGED and p["rate"] is None]
+    assert [p["concurrency"] for p in closed][:2] == [1, 2] and all(p["requests"] >= 2 for p in closed)
+    assert closed[0]["achieved"] <= 1.01 and closed[1]["achieved"] > 1.2
+    assert any(p["rate"] is not None for p in load["points"]) and "paged cache" in load["attention"]
+    assert all(set(p["tokens"]) <= {"prefill/prefill", "decode/decode"} for p in load["points"])
+    logs = {c["kind"]: c for c in body["logs"]}
+    assert logs["errors"]["count"] == 0 and logs["out of memory"]["count"] == 0, logs
+    assert logs["refusals"]["count"] >= 4 and logs["retries"]["count"] == 2, (
+        "resumed once, and one disconnect"
+    )
+    soak = body["soak"]
+    assert soak["requests"] > 10 and soak["canaries"]["n"] >= 3 and soak["canaries"]["changed"] == 0
+    assert soak["canaries"]["kld_max"] == 0.0 and soak["unsettled"] == "3 s: not the hours-long test"
     tasks = body["tasks"]
     assert tasks["asked"] == 40 and tasks["refused"] < 40, "some fit into 256 positions of one character each"
     gates = {g["name"]: g["result"] for g in tasks["policies"][STAGED]["gates"]}
@@ -165,6 +184,8 @@ def test_an_evaluation_is_begun_once_and_named_where_it_cannot_be(
         (("--gate", "any"), "legal: strict, standard, loose"),
         (("--baseline", STAGED), "--baseline takes uniform policies"),
         (("--traffic", "nothing.csv"), "is no preset"),
+        (("--soak", "long"), "is no duration"),
+        (("--targets", "fast"), "is not TTFT/TPOT in ms"),
         (("--tasks", "nothing.jsonl"), "cannot be read"),
     ):
         done = pdq("evaluate", str(tiny_model), *words)

@@ -313,6 +313,9 @@ class FakeSession:
         self.calls.append(("stop",))
         self.change(running=False)
 
+    def trace(self, arm: str, steps: int = 4) -> None:
+        self.calls.append(("trace", arm, steps))
+
     def restart_engine(self) -> None:
         self.calls.append(("restart_engine",))
 

@@ -11,6 +11,8 @@ from textual.app import App
 from textual.pilot import Pilot
 from textual.screen import Screen
 
+from pdq_tui.tui import theme
+
 #: Texts that have broken other apps: markup, broken markup, control, wide and broken characters.
 NASTY = ("[/", "x[/x]y", "[1] ok [/]", "[red]r[/red]", "a\x1b[31mb", "日本語[/]", "\ud800", "a\nb\tc\r")
 #: From nothing to a wall.
@@ -30,6 +32,9 @@ class SmallApp(App[None]):
         self.make, self.runs_dir, self.ascii = screen, runs_dir, plain
         run_id = "20261202T063000Z-0f3a"
         self.session = FakeSession(make_view(run_id=run_id, run_dir=str(runs_dir / run_id), **picture))
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        return theme.series_defaults(self.current_theme)
 
     def on_mount(self) -> None:
         self.push_screen(self.make())

@@ -329,12 +329,12 @@ async def test_keys_digits_change_the_screen_and_back(make_app: Make, key: str, 
         assert isinstance(app.screen, LiveScreen)
 
 
-async def test_key_five_is_nothing_yet(make_app: Make) -> None:
+async def test_key_five_shows_the_kernels(make_app: Make) -> None:
     app = make_app()
     async with app.run_test(size=SIZE) as pilot:
         await pilot.press("5")
-        assert app.showing == "live"
-        assert " 5 " not in app.screen.query_one("#keys", Rows).text
+        await pilot.pause()
+        assert app.showing == "kernels" and type(app.screen).__name__ == "KernelsScreen"
 
 
 async def test_keys_e_opens_the_export_dialog(make_app: Make) -> None:

@@ -17,6 +17,7 @@ from pdq_tui.core.messages.events import (
     ArmReady,
     ArmRefused,
     ArmSwitched,
+    Canary,
     Dropped,
     Failure,
     Hello,
@@ -29,6 +30,8 @@ from pdq_tui.core.messages.events import (
     RunEnded,
     RunStarted,
     Scored,
+    Served,
+    ServeEnded,
     StageSample,
     TaskEnded,
     TuneStarted,
@@ -58,6 +61,9 @@ Event = (
     | TuneStarted
     | KernelsTimed
     | Traced
+    | Served
+    | ServeEnded
+    | Canary
     | RunEnded
     | Note
     | Failure

@@ -150,6 +150,47 @@ class Trace(Message):
     folder: str | None = None
 
 
+class Serve(Message):
+    """Serve ``arm`` under load by transformers' continuous batching, each step's stage by the requests' state. Answered by
+    a ``Served`` a request, one ``ServeEnded``, then ``RunEnded``.
+
+    concurrency    closed loop: as many requests are in flight at any time; or
+    rate           open loop: requests a second arrive on their own (Poisson), drawn by ``seed``.
+    seconds        of arrivals; what is in flight then is finished, for as long again at most.
+    least          requests that have to finish before a closed loop ends.
+    prompt_tokens, output_tokens  of each request; EOS is ignored.
+    kv_tokens      what the paged cache holds: the rest of the memory that all policies share.
+    chunk          tokens of a step at most, prompts are cut to it.
+    rows           sequences at once that kernels are chosen for.
+    """
+
+    arm: str
+    concurrency: int | None = None
+    rate: float | None = None
+    seconds: float = 10.0
+    least: int = 4
+    prompt_tokens: int = 512
+    output_tokens: int = 64
+    kv_tokens: int = 8192
+    chunk: int = 256
+    rows: int = 1
+    seed: int = 0
+
+
+class Soak(Message):
+    """Run the workload on ``arm`` for ``seconds``, one request after another, and every ``canary_every_s`` (and at the
+    start and the end) the same ``canary_prompts`` with ``canary_tokens`` each. Answered by a ``Request`` of kind "soak" a
+    request, a ``Canary`` a pass, then ``RunEnded``.
+    """
+
+    arm: str
+    seconds: float
+    canary_every_s: float = 180.0
+    canary_prompts: int = 2
+    canary_tokens: int = 16
+    seed: int = 0
+
+
 class Stop(Message):
     """End the running loop or measurement at the next token; results so far stay."""
 
@@ -187,6 +228,8 @@ Command = (
     | Ask
     | Tune
     | Trace
+    | Serve
+    | Soak
     | Stop
     | CancelTask
     | Ping

@@ -141,6 +141,7 @@ class Request(Message):
     ``itl_ms`` holds every decode step; its sum is decode_ms. ``tpot_ms`` = decode_ms / (steps), null for N < 2.
     ``prefill_bound_ms`` and ``decode_bound_ms`` (mean per step) are the hardware limits of the operators that ran:
     sum of max(bytes / read peak, FLOPs / peak of the dtype), see ``core.roofline``; null without measured peaks.
+    ``decode_flops`` are those of the mean step, as ``bytes_per_step`` are its bytes.
     ``prompt_tokens`` are real tokens over the batch, ``padded_tokens`` the padding beside them.
     ``output_tokens`` are per row. ``peak_*`` are per-stage high-water marks by ``memory_method``.
     ``valid`` False with ``invalid_reason``: may be shown, never ranked.
@@ -176,6 +177,7 @@ class Request(Message):
     bytes_per_step: int | None = None
     bytes_per_step_wasted: int | None = None
     prefill_flops: dict[str, float] = msgspec.field(default_factory=dict)
+    decode_flops: dict[str, float] = msgspec.field(default_factory=dict)
     prefill_bytes: int | None = None
     prefill_bound_ms: float | None = None
     decode_bound_ms: float | None = None
@@ -278,6 +280,67 @@ class KernelsTimed(Message):
     times: list[CandidateTime]
     own_error: float | None = None
     rotating_bytes: int = 0
+
+
+class Served(Message):
+    """One request under load; never dropped. Times count from its arrival, by the host's clock around whole steps.
+
+    arrival_s  since the load began. queue_ms: until it was first scheduled.
+    tpot_ms    (t_last − t_first) / (N − 1); None for one token.
+    warmup     True for those that arrived before the load had settled.
+    """
+
+    arm: str
+    number: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+    queue_ms: float | None = None
+    warmup: bool = False
+    error: str | None = None
+
+
+class ServeEnded(Message):
+    """What one load was like. ``tokens``: by "stage/view"; the two differ where a mixed step ran as the policy says.
+
+    mixed        steps that held both stages; ``split_steps``: how many of them ran as two passes.
+    readmitted   requests that lost their cache and were begun again; ``cancelled``: given up at the end.
+    seconds      from the first arrival to the last token; ``busy_s``: the sum of all requests' times in it.
+    """
+
+    arm: str
+    engine: str
+    attention: str
+    scheduler: str
+    tokens: dict[str, int]
+    steps: int = 0
+    mixed: int = 0
+    split_steps: int = 0
+    readmitted: int = 0
+    cancelled: int = 0
+    kv_tokens: int = 0
+    seconds: float = 0.0
+    busy_s: float = 0.0
+
+
+class Canary(Message):
+    """One pass of the canaries; never dropped. The first is minute 0, which the others are held against.
+
+    same     whether every token is minute 0's. kld: the largest mean over a prompt's positions, in nats; None where logits
+             are not finite. nonfinite: logits that are NaN or infinite. highest: the largest finite logit.
+    """
+
+    arm: str
+    number: int
+    at_s: float
+    tokens_sha256: str
+    same: bool
+    kld: float | None
+    nonfinite: int
+    highest: float | None
 
 
 class RunEnded(Message):

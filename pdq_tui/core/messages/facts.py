@@ -31,6 +31,7 @@ class ModelInfo(msgspec.Struct, kw_only=True):
 
 class DeviceInfo(msgspec.Struct, kw_only=True):
     """``uuid`` and ``bus_id`` are None on CPU. ``features``: of ``core.kernels.FEATURES``, None where nobody looked.
+    ``copy_peak_gbps`` counts what is read and what is written. ``driver``: version of the device's driver.
     ``memory_bytes`` is the device's (or the cgroup's / machine's) total."""
 
     kind: str
@@ -50,6 +51,8 @@ class DeviceInfo(msgspec.Struct, kw_only=True):
     read_peak_gbps: float | None = None
     read_peak_method: str = ""
     compute_peak_tflops: dict[str, float] = msgspec.field(default_factory=dict)
+    copy_peak_gbps: float | None = None
+    driver: str | None = None
 
 
 class LeftModule(msgspec.Struct, kw_only=True):
