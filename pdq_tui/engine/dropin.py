@@ -10,7 +10,9 @@ Attention and cache are transformers' own: figures from here stand beside the en
 
 from __future__ import annotations
 
+import copy
 import functools
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from pdq_tui import locations
 from pdq_tui.core.catalog import find_policy
@@ -30,9 +32,12 @@ from pdq_tui.engine.checkpoint import HeldMasters, Masters
 from pdq_tui.engine.device import open_device
 from pdq_tui.engine.kv import MODEL_DTYPE
 from pdq_tui.engine.loader import load_model
+from pdq_tui.engine.serving import Dispatcher
 from pdq_tui.engine.staged import StagedArm, StagedModel
 from pdq_tui.engine.views import copy_shell
 from pdq_tui.errors import UnfitError, UsageError
+
+_log = logging.getLogger(__name__)
 
 #: The one that transformers' generate and its continuous batching both take, on every device.
 ATTENTION: Final = "sdpa"
@@ -105,7 +110,9 @@ def staged(
         "decode": arm.view("decode", batch, batch).model,
     }
     # Past nn.Module, which would take the views for submodules and count every tensor thrice.
-    vars(shell).update(arm=arm, tokens=Counter(), tokenizer=tokenizer, _views=views, _prompt=None)
+    vars(shell).update(
+        arm=arm, tokens=Counter(), tokenizer=tokenizer, _views=views, _prompt=None, _dispatcher=None
+    )
     return shell
 
 
@@ -122,6 +129,7 @@ class Staged:
     tokenizer: Any
     _views: dict[Stage, Any]
     _prompt: int | None
+    _dispatcher: Dispatcher | None
 
     @contextmanager
     def request(self, prompt_tokens: int) -> Iterator[None]:
@@ -145,6 +153,28 @@ class Staged:
         with self.request(prompt):
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
+    def init_continuous_batching(
+        self, generation_config: Any = None, continuous_batching_config: Any = None, **kwargs: Any
+    ) -> Any:
+        """As transformers', whose ``generate_batch`` calls it. Which requests a step holds is read from the manager, so
+        batches are prepared and run one after the other, without captured graphs."""
+        config = copy.copy(continuous_batching_config) or ContinuousBatchingConfig()
+        for name in ("use_async_batching", "use_cuda_graph", "auto_switch_to_flash"):
+            if getattr(config, name, None) is True and continuous_batching_config is not None:
+                _log.warning("%s is left off: the stage of each request is looked up before each step", name)
+            setattr(config, name, False)
+        for name in ("varlen_compile_config", "decode_compile_config"):
+            if getattr(config, name, None) is not None:
+                raise UsageError(f"a staged model runs no compiled step: {name} is set")
+        manager = super().init_continuous_batching(  # type: ignore[misc]
+            generation_config=generation_config, continuous_batching_config=config, **kwargs
+        )
+        dispatcher = Dispatcher(self._views, self.arm.policy.serving.mixed)
+        dispatcher.tokens = self.tokens
+        dispatcher.batch = lambda: manager.batch_processor.inputs_and_outputs.requests_in_batch
+        self._dispatcher = dispatcher
+        return manager
+
     def stage_of(self, cached: int) -> Stage:
         """Of a call that finds ``cached`` positions in its cache."""
         if self._prompt is not None:
@@ -157,6 +187,10 @@ class Staged:
         return "prefill"
 
     def _staged_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if "cu_seq_lens_q" in kwargs:
+            if self._dispatcher is None:
+                raise UsageError("a staged model takes ragged batches by generate_batch alone")
+            return self._dispatcher.forward(**kwargs)
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None:
             raise UsageError("a staged model runs on input_ids")
@@ -171,9 +205,14 @@ class Staged:
         return self._views[stage](*args, **kwargs)
 
 
-@functools.cache
-def _class_of(base: Any) -> type[PreTrainedModel]:
+#: By class of the model.
+_classes: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
+
+
+def _class_of(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """``base`` with what ``Staged`` adds. The signature of ``forward`` stays the model's: transformers reads it."""
+    if base in _classes:
+        return _classes[base]
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

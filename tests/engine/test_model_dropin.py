@@ -11,7 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 import pdq_tui
 from pdq_tui.core.catalog import find_policy
@@ -153,6 +159,43 @@ def test_several_tokens_at_once_may_be_decode(model: Any, tiny_llama_untied: Pat
     mixed = spy.calls[0][2] - 10
     assert model.tokens["prefill/prefill"] == 10 and model.tokens["decode/prefill"] == mixed
     assert model.tokens["decode/decode"] == sum(checks)
+
+
+def batched(model: Any, prompts: list[list[int]], new: int = NEW, **config: Any) -> list[list[int]]:
+    """Tokens of each prompt by continuous batching."""
+    made = model.generate_batch(
+        inputs=prompts,
+        generation_config=GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=-1),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=32, num_blocks=16, allow_block_sharing=False, **config
+        ),
+    )
+    assert [out.error for out in made.values()] == [None] * len(prompts)
+    return [list(out.generated_tokens) for out in made.values()]
+
+
+@pytest.mark.parametrize("chunk", [64, 16, 5])
+def test_continuous_batching_makes_the_tokens_of_each_prompt_alone(chunk: int, model: Any) -> None:
+    """Prompts of one token, and prompts whose last chunk is one token: each token under the view of its own stage."""
+    lengths = [1, 6, 11, 21]
+    prompts = [ids_of(1, n, n)[0].tolist() for n in lengths]
+    alone = [generate(model, torch.tensor([prompt]))[0, len(prompt) :].tolist() for prompt in prompts]
+    model.tokens.clear()
+    assert batched(model, prompts, max_batch_tokens=chunk) == alone
+    assert model.tokens == {"prefill/prefill": sum(lengths), "decode/decode": len(lengths) * (NEW - 1)}
+    if chunk == 5:
+        assert model._dispatcher.mixed > 0, "steps that hold both stages were meant"
+
+
+def test_continuous_batching_over_one_view_where_the_policy_says_so(tiny_llama_untied: Path) -> None:
+    policy = find_policy(POLICY)
+    for mixed, wrong in (("prefill", "decode/prefill"), ("decode", "prefill/decode")):
+        changed = msgspec.structs.replace(
+            policy, serving=msgspec.structs.replace(policy.serving, mixed=mixed)
+        )
+        model = pdq_tui.staged(load(tiny_llama_untied), changed, kernels="torch")
+        batched(model, [ids_of(1, n, n)[0].tolist() for n in (6, 11, 21)], max_batch_tokens=8)
+        assert model.tokens[wrong] > 0
 
 
 def test_scoring_a_text_is_prefill(model: Any, tiny_llama_untied: Path) -> None:
