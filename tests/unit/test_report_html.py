@@ -19,6 +19,8 @@ import made_snapshots
 from browser import CHROMIUM, Browser
 from made_evaluation import SPEC, STAGED
 
+from pdq_tui.core.protocol import Request
+from pdq_tui.judge import soak
 from pdq_tui.judge.matrix import stage_matrix
 from pdq_tui.report import samples, write
 from pdq_tui.report.evaluated import Evaluated, evaluated
@@ -57,8 +59,24 @@ def timed_and_scored() -> dict[str, Any]:
         "small_quality": made_evaluation.scored(),
         "confirmation": made_evaluation.confirmation(),
         "load": made_evaluation.load(),
-        "soak": made_evaluation.soaked(),
+        "soak": crept(),
     }
+
+
+def crept() -> dict[str, Any]:
+    """Twenty seconds in which the time per token crept up by a fifth."""
+    requests = [
+        Request(
+            request=n, arm=STAGED, policy=STAGED, policy_digest="d", kind="soak", host_start_ns=n * 10**8,
+            host_end_ns=(n + 1) * 10**8, tpot_ms=10 + n / 100 + (n % 3) / 10, ttft_ms=80.0 + n % 5, output_tokens=[11],
+        )
+        for n in range(200)
+    ]  # fmt: skip
+    body = soak.analyse(requests, [], [], 0)
+    return {
+        "seconds": 21.0, "stop": None, "policy": STAGED, "asked_s": 20.0, "hours_long": False, **body,
+        "troubles": soak.troubles(body), "unsettled": "20 s: not the hours-long test",
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -300,10 +318,17 @@ def test_the_map_says_which_side_wins_in_words(judged: Evaluated) -> None:
 
 def test_load_curves_and_drift_are_drawn_with_their_words(judged: Evaluated) -> None:
     by_name = {f.name: f for f in evaluation_figures(SPEC, judged.found)}
+    load = judged.found["load"]
     rows = chart(by_name["load-good"])["layer"][0]["data"]["values"]
-    assert {(r["label"], r["at"]): r["value"] for r in rows}[STAGED, 4] == 100.0
-    assert f"{STAGED}: knee at 4, the largest that was tried." in by_name["load-good"].reads
-    assert "int4: knee at 2." in by_name["load-good"].reads
+    closed = [p for p in load["points"] if p["concurrency"]]
+    assert {(r["label"], r["at"]): r["value"] for r in rows} == {
+        (p["arm"], p["concurrency"]): p["good"] * 100 for p in closed
+    }
+    assert all(
+        f"{k['arm']}: {'no load' if k['concurrency'] is None else 'knee at ' + str(k['concurrency'])}"
+        in by_name["load-good"].reads
+        for k in load["knees"]
+    )
     drift = {r["row"]: r for r in chart(by_name["soak"])["layer"][1]["data"]["values"]}
     assert drift["TPOT"]["word"] == "drifts" and 10 < drift["TPOT"]["change"] < 25
     assert drift["TTFT"]["word"] == "no drift" and "Not the hours-long test." in by_name["soak"].reads
