@@ -1,6 +1,8 @@
 # make run          the app on the demo model, installed into .venv here
 # make test         everything that is checked, with its own set-up
 # make bench        the benchmarks; results are written to tests/benchmarks/results/
+# make bench-cpu    against llama.cpp (built first, some minutes) and the hardware's limit; not part of bench
+# make gpu-check    what only a CUDA GPU can tell, in 8 minutes without a network; JSON goes to OUT=folder
 # make screenshots  the pictures in screenshots/, from the real app on the demo model
 # make clean        takes away what these made (not your runs and settings)
 
@@ -9,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test lint bench screenshots clean
+.PHONY: run test lint bench bench-cpu gpu-check screenshots clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.installed
@@ -47,6 +49,15 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.benchmarks.engine --out tests/benchmarks/results/engine.json
 	$(BIN)/python -m tests.benchmarks.app --out tests/benchmarks/results/app.json
 	$(BIN)/python -m tests.benchmarks.store --out tests/benchmarks/results/store.json
+
+bench-cpu: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.benchmarks.cpu --out tests/benchmarks/results/cpu.json
+
+# No set-up of its own, and no network: a borrowed GPU machine has the packages that it has.
+OUT ?= gpu-check
+gpu-check:
+	@if [ -x $(BIN)/python ]; then exec $(BIN)/python -m tests.gpu.check --out $(OUT); \
+	  else exec $(PYTHON) -m tests.gpu.check --out $(OUT); fi
 
 screenshots: $(VENV)/.installed-dev
 	$(BIN)/python screenshots/make.py

@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import made_snapshots
+import msgspec
 
+from pdq_tui.core import protocol as p
 from pdq_tui.core.protocol import Load
 from pdq_tui.core.workload import Workload
 from pdq_tui.host.runs import stamp
+from pdq_tui.judge import flips, logs
+from pdq_tui.judge import load as loads
+from pdq_tui.judge import soak as endurance
 from pdq_tui.judge.evaluation import Evaluation
 from pdq_tui.judge.plan import PLANS, STEPS, Spec
 from pdq_tui.judge.traffic import Shape
@@ -137,6 +142,95 @@ def abnormal() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def tasks() -> dict[str, Any]:
+    """Forty tasks, of which the policy lost one and gained one."""
+    ours, theirs = [True] * 24 + [False] * 16, [True] * 23 + [False] * 16 + [True]
+    f = flips.compare(ours, theirs, [(20, 20)] * 40, 6)
+    gates = (flips.task_gate(f, flips.DROPS["standard"]), flips.length_gate(f))
+    one = {
+        **msgspec.to_builtins(f),
+        "gates": [msgspec.to_builtins(g) for g in gates],
+        "kinds": {"fact": {"n": 40, "base": f.base, "policy": f.policy}},
+    }
+    return {
+        "seconds": 40.0, "stop": None, "set": "the project's own", "base": "bf16", "asked": 40, "refused": 0,
+        "chat_template": True, "policies": {STAGED: one}, "items": [], "answers": {}, "unsettled": gates[0].reason,
+    }  # fmt: skip
+
+
+def load() -> dict[str, Any]:
+    """A closed loop that saturates at two requests; one open loop."""
+
+    def point(arm: str, concurrency: int | None, rate: float | None, speed: float) -> loads.Point:
+        c = concurrency or 1
+        wait, each = max(0.0, c / speed - 2.0) * 300, 300.0
+        rows = [
+            p.Served(
+                arm=arm, number=i, arrival_s=i / speed, prompt_tokens=512, output_tokens=64, ttft_ms=each + wait, tpot_ms=12.0,
+                e2e_ms=each + wait + 63 * 12.0, queue_ms=wait,
+            )
+            for i in range(12)
+        ]  # fmt: skip
+        ended = p.ServeEnded(
+            arm=arm, engine="transformers 5.24.0 continuous batching", attention="sdpa, paged cache of 32 tokens a page",
+            scheduler="fifo, 256 tokens a step, mixed steps: split", tokens={"prefill/prefill": 6144, "decode/decode": 756},
+            steps=200, mixed=20, split_steps=20, kv_tokens=4096, seconds=10.0, busy_s=10.0 * c,
+        )  # fmt: skip
+        return loads.point(
+            rows, ended, concurrency=concurrency, rate=rate, ttft_target=2000.0, tpot_target=100.0
+        )
+
+    points, knees = [], []
+    for arm, most in (("int8", 1.5), (STAGED, 2.0)):
+        mine = [point(arm, c, None, min(0.9 * c, most)) for c in (1, 2, 4)] + [point(arm, None, 1.2, 1.2)]
+        points += mine
+        knees.append(loads.knee(arm, mine))
+    return {
+        "seconds": 71.0, "stop": None, "targets": {"ttft_ms": 2000.0, "tpot_ms": 100.0, "share": loads.MEET},
+        "engine": "transformers 5.24.0 continuous batching", "attention": "sdpa, paged cache of 32 tokens a page",
+        "scheduler": "fifo, 256 tokens a step, mixed steps: split", "memory_bytes": 300 << 20, "refused": {}, "unsettled": None,
+        "points": [msgspec.to_builtins(point) for point in points], "knees": [msgspec.to_builtins(k) for k in knees],
+        "knee": msgspec.to_builtins(knees[-1]),
+    }  # fmt: skip
+
+
+def soak() -> dict[str, Any]:
+    requests = [
+        p.Request(
+            request=i, arm=STAGED, policy=STAGED, policy_digest="d", kind="soak", ttft_ms=100.0, tpot_ms=12.0 + i % 3,
+            steady_bytes=400 << 20, host_start_ns=i * 10**9, host_end_ns=(i + 1) * 10**9,
+        )
+        for i in range(20)
+    ]  # fmt: skip
+    canaries = [
+        p.Canary(
+            arm=STAGED,
+            number=i,
+            at_s=4.0 * i,
+            tokens_sha256="a",
+            same=True,
+            kld=0.0,
+            nonfinite=0,
+            highest=18.5,
+        )
+        for i in range(6)
+    ]
+    return {
+        "seconds": 20.0, "stop": None, "policy": STAGED, "asked_s": 20.0, "hours_long": False, "troubles": [],
+        "unsettled": "20 s: not the hours-long test", **endurance.analyse(requests, canaries, [], 0),
+    }  # fmt: skip
+
+
+def log_counts() -> dict[str, Any]:
+    counted = logs.Logs()
+    counted.take([p.WorkerStarted(role="engine", pid=1), p.WorkloadRefused(reason="the prompt is empty")])
+    counted.opened(1)
+    return {
+        "seconds": 0.4, "stop": None, "journals": 2, "unreadable": {}, "events": counted.events,
+        "counts": [msgspec.to_builtins(c) for c in counted.counts()],
+    }  # fmt: skip
+
+
 def found() -> dict[str, Any]:
     """What the steps found, in their order."""
     made = {
@@ -146,7 +240,11 @@ def found() -> dict[str, Any]:
         "small_quality": scored(),
         "confirmation": confirmation(),
         "quality": scored(),
+        "tasks": tasks(),
+        "load": load(),
         "abnormal": abnormal(),
+        "soak": soak(),
+        "logs": log_counts(),
     }
     return {step.name: made[step.name] for step in STEPS if step.name in made}
 

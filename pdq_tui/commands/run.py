@@ -93,6 +93,10 @@ def run(
         ),
     ] = None,
     min_effect: flags.MinEffect = None,
+    energy: Annotated[
+        bool,
+        typer.Option("--energy", help="Afterwards, loops of each stage alone for its energy: 24 s an arm."),
+    ] = False,
     trace: Annotated[
         bool,
         typer.Option("--trace", help="Afterwards, profile one burst of each arm: its kernels by stage."),
@@ -147,6 +151,7 @@ def run(
             on_event=printer,
             min_seconds=min_seconds,
             solo=solo,
+            energy_s=6.0 if energy else 0.0,
             trace_steps=trace_steps if trace else 0,
         )
         events, labels, code = result.events, result.labels, result.exit_code

@@ -56,6 +56,11 @@ def _arm_warnings(facts: Facts, label: str) -> list[str]:
         out.append(f"{label}: {f.stage} of {f.module} runs {f.used} instead of {f.wanted}{times}: {f.reason}")
     traced = facts.trace_of(label)
     out += [f"{label}: {text}" for text in flagged(traced.policy, traced.stages)] if traced else []
+    energy = facts.energy_of(label)
+    if energy.flagged and energy.closure is not None:
+        out.append(
+            f"{label}: energy by stage does not add up: a mixed run differs by {energy.closure:+.1%} from its stages"
+        )
     c = counts(requests)
     left = [
         (c.first_use, "first-use"),

@@ -17,6 +17,7 @@ from pdq_tui.core.arms import answers, arm_stats, counts, drift, gaps, invalid_r
 from pdq_tui.core.caveats import warnings
 from pdq_tui.core.comparable import obstacles
 from pdq_tui.core.datasheet import data_sheet
+from pdq_tui.core.energy import StageEnergy
 from pdq_tui.core.facts import Facts, clocks, collect
 from pdq_tui.core.metrics import METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, noise_floor, ratios
@@ -29,9 +30,6 @@ SOLO: Final = "solo pass"
 ONLY: Final = "only policy of the session"
 SHARED: Final = "shared session"
 ALONE: Final = (SOLO, ONLY)
-_NO_ENERGY: Final = (
-    "needs windows of at least 5 s in one stage on the energy counter, which this version does not make"
-)
 
 #: Keys of the contract's stages → ids of the metric registry.
 PREFILL_KEYS: Final = {
@@ -228,6 +226,7 @@ def arm_document(facts: Facts, label: str) -> Json:
     used = timed(requests)
     solo = [r for r in requests if r.kind == "solo" and r.valid and not r.cancelled]
     memory_from = solo or used
+    energy = facts.energy_of(label)
     out: Json = {"label": label}
     policy = ready.policy if ready else None
     put(out, "policy", policy.name if policy else (requests[-1].policy if requests else None))
@@ -256,7 +255,7 @@ def arm_document(facts: Facts, label: str) -> Json:
             wasted = [r.bytes_per_step_wasted for r in used if r.bytes_per_step_wasted is not None]
             put(part, "bytes_per_step_wasted", max(wasted, default=None), "not counted")
         _put_work(part, stage, used)
-        put(part, "energy_j_per_token", None, _NO_ENERGY)
+        _put_energy(part, stage, energy)
         _put_bytes(part, "peak_bytes", stats[f"{stage}_peak_bytes"])
         covered = ready.coverage.get(stage) if ready else None
         part["kernels"] = sorted(covered.kernels) if covered else []
@@ -320,6 +319,18 @@ def _trace(t: Traced) -> Json:
 def _only(facts: Facts) -> bool:
     """Whether one arm under one policy was all that the engine ever held."""
     return len(facts.labels()) <= 1 and len({r.policy_digest for r in facts.requests}) <= 1
+
+
+def _put_energy(part: Json, stage: str, energy: StageEnergy) -> None:
+    """Gross first, then without the idle power of the same time; one window each, so no interval."""
+    gross = energy.prefill_j if stage == "prefill" else energy.decode_j
+    net = energy.prefill_net_j if stage == "prefill" else energy.decode_net_j
+    for key, value in (("energy_j_per_token", gross), ("energy_net_j_per_token", net)):
+        one = Summary(median=value, ci95=None, n=1, unit="J", reason="one window has no interval")
+        why = energy.reason or "idle was not measured"
+        put(part, key, None if value is None else summary_json(one), why)
+    put(part, "energy_closure", energy.closure, energy.reason or "no mixed window was run")
+    part["energy_source"] = energy.source
 
 
 def _put_work(part: Json, stage: str, used: Sequence[Request]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pdq_tui.core import protocol as p
+from pdq_tui.core.energy import StageEnergy, stage_energy
 from pdq_tui.core.stats import present
 
 #: Clock limit reasons that make a measurement suspect, by the words that they hold.
@@ -33,6 +34,7 @@ class Facts:
     ended: list[p.RunEnded] = field(default_factory=list)
     sensors: list[p.SensorSample] = field(default_factory=list)
     sensor_state: p.SensorState | None = None
+    energy: list[p.EnergyWindow] = field(default_factory=list)
     traces: dict[str, p.Traced] = field(default_factory=dict)
     libraries: dict[str, str] = field(default_factory=dict)
     python: str | None = None
@@ -48,6 +50,21 @@ class Facts:
             return mine
         digest = ready.policy.digest
         return [r for r in mine if r.policy_digest in ("", digest)]
+
+    def energy_of(self, arm: str) -> StageEnergy:
+        """Energy by stage of ``arm`` under the policy that it follows now."""
+        ready = self.arms.get(arm)
+        mine = [w for w in self.energy if w.arm == arm and ready and w.policy_digest == ready.policy.digest]
+        gpus = [(s.t_ns, g) for s in self.sensors if (g := engine_gpu(self, s)) is not None]
+        if self.device is not None and self.device.kind == "cuda":
+            readings = [(t, g.energy_j) for t, g in gpus if g.energy_j is not None]
+            why = next((g.missing["energy_j"] for _, g in gpus if "energy_j" in g.missing), "not read")
+            return stage_energy(mine, readings, "NVML", f"no energy counter: {why}")
+        readings = [(s.t_ns, s.cpu.energy_j) for s in self.sensors if s.cpu.energy_j is not None]
+        why = next(
+            (s.cpu.missing["energy_j"] for s in self.sensors if "energy_j" in s.cpu.missing), "not read"
+        )
+        return stage_energy(mine, readings, "RAPL, the whole package", f"no energy counter: {why}")
 
     def trace_of(self, arm: str) -> p.Traced | None:
         """The last burst of ``arm`` under the policy that it follows now."""
@@ -92,6 +109,8 @@ def collect(events: Iterable[Any], since_ns: int | None = None) -> Facts:
             case p.ArmReady():
                 f.arms[e.arm] = e
                 f.refused.pop(e.arm, None)
+            case p.EnergyWindow():
+                f.energy.append(e)
             case p.Traced():
                 if e.stages:
                     f.traces[e.arm] = e

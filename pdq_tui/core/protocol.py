@@ -42,6 +42,7 @@ from pdq_tui.core.messages.commands import (
     Tune,
     Watch,
 )
+from pdq_tui.core.messages.energy import EnergyWindow, MeasureEnergy
 from pdq_tui.core.messages.events import (
     Answered,
     ArmReady,
@@ -100,6 +101,7 @@ __all__ = [
     "CpuSample",
     "DeviceInfo",
     "Dropped",
+    "EnergyWindow",
     "Event",
     "Failure",
     "Fallback",
@@ -111,6 +113,7 @@ __all__ = [
     "KvInfo",
     "LeftModule",
     "Load",
+    "MeasureEnergy",
     "Message",
     "ModelInfo",
     "ModelReady",

@@ -94,6 +94,11 @@ class Generation:
         self._position.add_(1)
         return logits[:, -1]
 
+    def rewind(self, positions: int) -> None:
+        """Forget all but the first ``positions`` of the cache; the next step follows them."""
+        self._position.add_(positions - self._cache.end)
+        self._cache.rewind(positions)
+
     # -- census --------------------------------------------------------------------------------------------------------
 
     def prefill_cost(self, P: int) -> StageCost:

@@ -244,7 +244,7 @@ class Serving:
                 key = self._manager.add_request(
                     self._prompts[which % len(self._prompts)],
                     request_id=f"load-{which}",
-                    max_new_tokens=c.output_tokens,
+                    max_new_tokens=self._tokens(which),
                     record_timestamps=True,
                     eos_token_id=-1,
                 )
@@ -287,6 +287,14 @@ class Serving:
             seconds=last - begin,
             busy_s=busy,
         )
+
+    def _tokens(self, which: int) -> int:
+        """Requests of one length that start together stay in step: all prefill, then all decode, and no step ever mixes
+        the stages. So those of a closed loop's first round, which do not count, end one after the other."""
+        c = self._command
+        if c.concurrency is None or which >= c.concurrency:
+            return c.output_tokens
+        return max(1, round(c.output_tokens * (which + 1) / c.concurrency))
 
     def _label(self, flying: int) -> str:
         c = self._command

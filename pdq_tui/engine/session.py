@@ -17,7 +17,7 @@ from pdq_tui.core import protocol as p
 from pdq_tui.core.kernels import KernelTable, load_kernels
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.tuned import in_use
-from pdq_tui.engine import faults, native, quality, trace, tune
+from pdq_tui.engine import energy, faults, native, quality, trace, tune
 from pdq_tui.engine.asking import Asker
 from pdq_tui.engine.bench import Bench, Control
 from pdq_tui.engine.canary import Canaries
@@ -76,6 +76,9 @@ class Session:
                 case p.Trace():
                     stage = "trace"
                     self._trace(number, command)
+                case p.MeasureEnergy():
+                    stage = "energy"
+                    self._energy(number, command)
                 case p.Score():
                     self._run(number, lambda bench, control: self._score(bench, control, command))
                 case p.Ask():
@@ -394,6 +397,37 @@ class Session:
             reason = "stopped"
         self.staged.give_back()
         self.send(p.RunEnded(reason=reason, requests=done))
+
+    def _energy(self, number: int, command: p.MeasureEnergy) -> None:
+        """Stage-pure loops of each arm, in windows that the host holds against an energy counter."""
+
+        def cancelled() -> bool:
+            return self.inbox.cancelled(number) or self.inbox.stopped(number)
+
+        try:
+            with self._task("energy", ", ".join(command.arms)):
+                if self.bench is None or self.bench.prepared is None or self.device is None:
+                    raise UsageError("there is no model and workload to run yet")
+                prepared, done = self.bench.prepared, 0
+                progress = self._progress("energy", "windows")
+                for label in command.arms:
+                    loops = energy.Loops(
+                        self.device,
+                        self.bench.arm(label),
+                        prepared.batches[0],
+                        prepared.capacity,
+                        prepared.workload.output_tokens,
+                        cancelled,
+                    )
+                    for window in energy.WINDOWS:
+                        if window == "decode" and prepared.workload.output_tokens < 2:
+                            continue
+                        progress(done, len(command.arms) * len(energy.WINDOWS), f"energy: {label}, {window}")
+                        self.send(loops.run(window, command.seconds))
+                        done += 1
+                self.bench.disturbed()
+        except (Cancelled, PdqError):
+            return  # the task's end has told it
 
     def _trace(self, number: int, command: p.Trace) -> None:
         """A burst beside everything that is measured: a block around it is given up."""

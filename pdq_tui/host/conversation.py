@@ -163,6 +163,12 @@ class Conversation:
         """``seen`` is called with every event, so that what was measured before an interrupt is there."""
         return self._ended(command, seen)
 
+    def energy(self, command: p.MeasureEnergy) -> p.TaskEnded:
+        """Stage-pure loops; their windows are in the journal."""
+        self._supervisor.send(command)
+        done: p.TaskEnded = self._until(p.TaskEnded, lambda e: bool(e.task == "energy"))
+        return done
+
     def trace(self, command: p.Trace) -> p.Traced:
         """Kernels of one burst; what failed is in it."""
         self._supervisor.send(command)

@@ -65,6 +65,7 @@ def measure(
     warmup_steps: int = 10,
     solo: bool = True,
     trace_steps: int = 0,
+    energy_s: float = 0.0,
     sensors: bool = True,
     engine_argv: Sequence[str] | None = None,
     sensors_argv: Sequence[str] | None = None,
@@ -75,7 +76,8 @@ def measure(
     Call it from the main thread, where Ctrl-C and SIGTERM arrive: the first ends the measurement at the next token and keeps
     the results, the second ends at once. ``on_event`` is called in this thread. ``hard``: any fallback is an error.
     Raises MeasureError with the exit code of the command (an engine that cannot even start: 4), and with what was
-    measured until then. ``trace_steps``: afterwards, a burst of each arm under torch's profiler, of so many steps.
+    measured until then. ``energy_s``: afterwards, stage-pure loops of so many seconds.
+    ``trace_steps``: then, a burst of each arm under torch's profiler, of so many steps.
     """
     if not policies:
         raise PdqError("no policy to measure", exit_code=USAGE)
@@ -106,6 +108,8 @@ def measure(
                 solo=solo,
             )
             reason = talk.blocks(command).reason
+            if energy_s and not talk.interrupted:
+                talk.energy(p.MeasureEnergy(arms=arms, seconds=energy_s))
             kept_in = run.trace_path
             # After everything that is measured: what a profiler leaves behind disturbs nothing.
             for arm in arms if trace_steps and not talk.interrupted else ():

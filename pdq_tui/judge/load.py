@@ -166,7 +166,7 @@ class Knee(msgspec.Struct, frozen=True, kw_only=True):
 
     reached      False where the largest concurrency that was tried still meets them: the knee lies above.
     kneedle      where the throughput curve bends most (Satopää et al., ICDCSW 2011): a second opinion; None without a bend.
-    goodput      requests a second: the highest open-loop rate that met them, else the throughput at the knee.
+    goodput      requests a second: the highest arrival rate that met them; the throughput at the knee where no rate was tried.
     """
 
     arm: str
@@ -185,19 +185,19 @@ def knee(arm: str, points: Sequence[Point]) -> Knee:
         if p.good is None or p.good < MEET:
             break
         best = p
-    rates = [
-        p
-        for p in points
-        if p.rate is not None and p.good is not None and p.good >= MEET and not overloaded(p)
-    ]
+    tried = [p for p in points if p.rate is not None]
+    rates = [p for p in tried if p.good is not None and p.good >= MEET and not overloaded(p)]
     top = max(rates, key=lambda p: p.rate or 0.0, default=None)
     goodput, method = (None, "no load met both targets")
     if top is not None:
-        goodput, method = top.rate, "highest open-loop rate that met both targets"
+        goodput, method = top.rate, "highest arrival rate that met both targets"
+    elif tried:
+        lowest = min(p.rate or 0.0 for p in tried)
+        method = f"no arrival rate that was tried met both targets; the lowest was {lowest:.2f} requests/s"
     elif best is not None:
         goodput, method = (
             best.throughput,
-            "throughput of the closed loop at the knee; no open-loop rate met them",
+            "throughput of the closed loop at the knee; no arrival rate was tried",
         )
     return Knee(
         arm=arm,

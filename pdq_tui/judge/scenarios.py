@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pdq_tui.core.metrics import counted, format_bytes
+from pdq_tui.core.metrics import format_bytes
 from pdq_tui.core.stats import BETTER, SAME, WORSE
 from pdq_tui.judge.plan import Spec
 from pdq_tui.judge.verdict import Verdict
@@ -66,15 +66,30 @@ def _all(words: Sequence[str]) -> str:
 
 
 def _load(found: Mapping[str, Json], v: Verdict) -> Card:
+    """The curves side by side; they have no interval between policies, so that nobody is called better here."""
     name = "high concurrency"
-    points = [p for p in found.get("load", {}).get("points", []) if p.get("policy") == v.staged]
+    load = found.get("load", {})
+    points = [p for p in load.get("points", []) if p["arm"] == v.staged and p["concurrency"]]
     if not points:
         return Card(name=name, says=NOT_TESTED, because="no load test in this evaluation")
-    most = max(int(p.get("concurrency") or 0) for p in points)
-    return Card(
-        name=name,
-        says=OPEN,
-        because=f"{counted(len(points), 'point')} up to {most} at a time: weigh the load curves in the report",
+    told = [_knee(k) for k in load.get("knees", [])]
+    most = max(points, key=lambda p: int(p["concurrency"]))
+    told += [
+        f"{p['throughput']:.2f} requests/s against {other['throughput']:.2f} of {other['arm']} at {p['concurrency']} at a time"
+        for p in (most,)
+        for other in load["points"]
+        if other["arm"] != v.staged
+        and other["concurrency"] == p["concurrency"]
+        and None not in (p["throughput"], other["throughput"])
+    ]
+    return Card(name=name, says=OPEN, because="; ".join(told))
+
+
+def _knee(k: Json) -> str:
+    if k["concurrency"] is None:
+        return f"{k['arm']} meets the targets at no load"
+    return f"{k['arm']} meets the targets up to {k['concurrency']} at a time" + (
+        "" if k["reached"] else " or more"
     )
 
 

@@ -10,6 +10,7 @@ import altair as alt
 from pdq_tui.core.metrics import METRICS
 from pdq_tui.judge.matrix import SEPARABLE, Cell, stage_matrix
 from pdq_tui.judge.plan import Spec
+from pdq_tui.judge.soak import words
 from pdq_tui.report.figure import PLAIN, Figure, absent, rows, scales
 
 Json = Mapping[str, Any]
@@ -243,6 +244,7 @@ def _positions(quality: Json | None) -> Figure:
                 "at:Q",
                 title="position in the answer",
                 scale=alt.Scale(nice=False),
+                axis=alt.Axis(tickMinStep=1, format="d"),
             ),
             # The band's own sign would be too pale to be told from another's.
             color=alt.Color(
@@ -271,60 +273,103 @@ def _positions(quality: Json | None) -> Figure:
 # -- under load, and over hours ----------------------------------------------------------------------------------------
 
 
+#: What of a load point is drawn: (key of the figure, words, unit of the axis, where it lies).
+_UNDER_LOAD: Final = (
+    ("ttft", "TTFT, the slowest tenth", "p90, ms", ("ttft_ms", "p90")),
+    ("tpot", "TPOT, the slowest tenth", "p90, ms", ("tpot_ms", "p90")),
+    ("tokens", "new tokens", "tokens/s", ("tokens_per_s",)),
+    ("good", "requests that met both targets", "%", ("good",)),
+)
+
+
 def _load(load: Json | None) -> list[Figure]:
-    """A curve of each latency by concurrency. ``load``: points with policy, concurrency, and medians in ms."""
-    title = "under load: latency by requests at a time"
-    points = [p for p in (load or {}).get("points", []) if p.get("concurrency") is not None]
-    if not points:
+    """A curve of each by concurrency, closed loop; the knees in the caption of the share that met both targets."""
+    title = "under load"
+    points = [p for p in (load or {}).get("points", []) if p.get("concurrency")]
+    if not points or load is None:
         return [absent("load", title, f"load was {_NOT_HERE}")]
     found = []
-    for key in ("ttft_ms", "tpot_ms", "tokens_per_s"):
-        data = [
-            {
-                "label": str(p.get("policy") or p.get("arm") or "load"),
-                "at": p["concurrency"],
-                "value": value,
-            }
-            for p in points
-            if (value := _middle(p.get(key))) is not None
-        ]
+    for name, what, unit, path in _UNDER_LOAD:
+        data = []
+        for p in points:
+            value: Any = p
+            for key in path:
+                value = (value or {}).get(key)
+            if value is not None:
+                data.append(
+                    {
+                        "label": p["arm"],
+                        "at": p["concurrency"],
+                        "value": value * (100 if name == "good" else 1),
+                    }
+                )
+        reads = "By another engine's attention and cache: not to be compared with the figures of one request at a time."
+        if name == "good":
+            t = load["targets"]
+            reads = f"Targets: TTFT ≤ {t['ttft_ms']:g} ms, TPOT ≤ {t['tpot_ms']:g} ms. {_knees(load)}"
         if data:
-            found.append(
-                _curve(f"load-{key}", f"{title}: {key}", data, "requests at a time", key, _knee(load))
+            found.append(_curve(f"load-{name}", f"{title}: {what}", data, "requests at a time", unit, reads))
+        else:
+            found.append(absent(f"load-{name}", f"{title}: {what}", "too few requests at each load"))
+    return found
+
+
+def _knees(load: Json) -> str:
+    told = []
+    for k in load["knees"]:
+        if k["concurrency"] is None:
+            told.append(
+                f"{k['arm']}: no load met both targets for {load['targets']['share']:.0%} of the requests."
             )
-    return found or [absent("load", title, "its points hold no TTFT, TPOT or rate")]
-
-
-def _knee(load: Json | None) -> str:
-    knee = (load or {}).get("knee")
-    return "" if knee is None else f"The knee: {_words(knee)}."
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{k} {_words(v)}" for k, v in value.items() if v is not None)
-    return str(value)
-
-
-def _middle(value: Any) -> float | None:
-    """A number, or the middle of a summary."""
-    if isinstance(value, Mapping):
-        value = value.get("median", value.get("p50"))
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        else:
+            more = "" if k["reached"] else ", the largest that was tried"
+            told.append(f"{k['arm']}: knee at {k['concurrency']}{more}.")
+    return " ".join(told)
 
 
 def _soak(soak: Json | None) -> list[Figure]:
-    title = "over the hours: drift"
-    data = [
-        {"label": str(p.get("policy") or p.get("arm") or "soak"), "at": at, "value": value}
-        for p in (soak or {}).get("points", [])
-        if (at := _middle(p.get("s", p.get("at_s")))) is not None
-        and (value := _middle(p.get("tpot_ms"))) is not None
-    ]
-    if not data:
+    """How much each series changed over the run."""
+    title = "over the run: drift"
+    if soak is None:
         return [absent("soak", title, f"a soak was {_NOT_HERE}")]
+    data = [
+        {
+            "row": d["name"],
+            "change": d["change"] * 100,
+            "low": d["change_ci95"][0] * 100,
+            "high": d["change_ci95"][1] * 100,
+            "word": "drifts" if d["drifts"] else "no drift",
+        }
+        for d in soak["drifts"]
+        if d["change"] is not None
+    ]
+    why = "; ".join(
+        f"{d['name']}: {d['reason']}" for d in soak["drifts"] if d["change"] is None and d["reason"]
+    )
+    if not data:
+        return [absent("soak", title, why or "no series was long enough")]
+
+    def draw(width: int) -> Any:
+        base = alt.Chart(rows(data)).encode(y=alt.Y("row:N", title=None, sort=None))
+        x_title = "change over the run, %"
+        bounds = alt.Chart(rows([{"at": -1.0}, {"at": 1.0}])).mark_rule(strokeDash=[4, 3], color="#777777")
+        return alt.layer(
+            bounds.encode(x=alt.X("at:Q", title=x_title)),
+            base.mark_rule(strokeWidth=2).encode(x=alt.X("low:Q", title=x_title), x2="high:Q"),
+            base.mark_point(filled=True, size=60, opacity=1).encode(x=alt.X("change:Q", title=x_title)),
+            base.mark_text(dy=-9, fontSize=11).encode(x="change:Q", text="word:N"),
+        ).properties(height=44 * len(data) + 10)
+
+    rest = f" Not drawn: {why}." if why else ""
     return [
-        _curve("soak", f"{title} of the time per token", data, "seconds", "TPOT, ms", "A slope is drift.")
+        Figure(
+            "soak",
+            f"{title} in {words(soak['asked_s'])} of {soak['policy']}",
+            "Drift: the 95 % interval excludes 0 and the change is above 1 % (dashed). The first tenth is warm-up."
+            + ("" if soak["hours_long"] else " Not the hours-long test.")
+            + rest,
+            draw,
+        )
     ]
 
 
@@ -334,7 +379,7 @@ def _curve(name: str, title: str, data: Sequence[dict[str, Any]], x: str, y: str
     def draw(width: int) -> Any:
         colour, shape, dash = scales(labels)
         base = alt.Chart(rows(data)).encode(
-            x=alt.X("at:Q", title=x, scale=alt.Scale(zero=False)),
+            x=alt.X("at:O", title=x, axis=alt.Axis(labelAngle=0)),
             y=alt.Y("value:Q", title=y),
             color=alt.Color("label:N", scale=colour),
         )

@@ -14,8 +14,9 @@ from typing import Any, Final
 import psutil
 
 from pdq_tui.core.cgroups import Memory, own_memory
-from pdq_tui.core.cpus import usable_cpus
+from pdq_tui.core.cpus import affinity, cpu_quota, usable_cpus
 from pdq_tui.core.protocol import CpuSample
+from pdq_tui.sensors.rapl import Rapl
 
 #: Frequency and temperature read one file per core or chip, which is not cheap on large machines.
 SLOW_S: Final = 2.0
@@ -36,6 +37,9 @@ class CpuReader:
         self._cpus, self._cpus_at = 1.0, -SLOW_S
         self._slow: dict[str, float] = {}
         self._slow_missing: dict[str, str] = {}
+        self._rapl = Rapl()
+        self._affinity: int | None = None
+        self._quota: float | None = None
 
     def watch(self, pid: int | None) -> None:
         self._process, self._engine, self._gone = None, None, None
@@ -61,6 +65,9 @@ class CpuReader:
         sample.memory_total_bytes, sample.memory_available_bytes = memory.total, memory.available
         self._read_engine(sample)
         self._read_slow(sample)
+        sample.energy_j, why = self._rapl.read()
+        if sample.energy_j is None:
+            sample.missing["energy_j"] = why
         return sample
 
     def _read_engine(self, sample: CpuSample) -> None:
@@ -79,6 +86,9 @@ class CpuReader:
                 now, spent = time.monotonic(), times.user + times.system
                 before, self._engine = self._engine, (now, spent)
                 sample.engine_rss_bytes = rss
+                sample.affinity, sample.quota = self._affinity, self._quota
+                if self._quota is None:
+                    sample.missing["quota"] = "no quota limits the engine's cgroup"
                 if before is None or now <= before[0]:
                     sample.missing["engine_load"] = "first reading: nothing to compare with"
                 else:
@@ -88,13 +98,14 @@ class CpuReader:
                         sample.other_load = max(0.0, sample.load - used / (psutil.cpu_count() or 1))
                 return
         reason = self._gone or "the engine has not started"
-        sample.missing |= {"engine_load": reason, "engine_rss_bytes": reason}
+        sample.missing |= dict.fromkeys(("engine_load", "engine_rss_bytes", "affinity", "quota"), reason)
 
     def _engine_cpus(self, pid: int) -> float:
         """CPUs that the engine may use; a quota may be changed while it runs, so it is looked at now and then."""
         now = time.monotonic()
         if now - self._cpus_at >= SLOW_S:
             self._cpus, self._cpus_at = usable_cpus(pid), now
+            self._affinity, self._quota = affinity(pid), cpu_quota(pid)
         return self._cpus
 
     def _read_slow(self, sample: CpuSample) -> None:

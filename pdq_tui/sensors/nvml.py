@@ -6,6 +6,7 @@ with a reason; it takes no other field with it, and it is said once in the log.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -41,6 +42,7 @@ _TRY_OLDER: Final = frozenset({3, 13, 25})
 #: After these nothing of a GPU answers until NVML is started anew: uninitialised, driver gone, GPU lost or to be reset,
 #: unknown.
 _LOST: Final = frozenset({1, 9, 15, 16, 999})
+FIRST: Final = "first reading: nothing to compare with"
 _MIG: Final = "n/a (MIG: only the whole GPU's is known)"
 #: Parts whose GPU shares the system's memory. By name, because "not supported" alone is also what discrete cards answer.
 _INTEGRATED: Final = re.compile(r"\b(GB10|Jetson|Tegra|Orin|Thor|Xavier|DGX Spark)\b", re.IGNORECASE)
@@ -138,6 +140,7 @@ _FAILURES: Final = {
 def start() -> Start:
     """Load the library, initialise it, and find the GPUs. May take seconds, or hang with a sick driver."""
     _lost.clear()
+    _samples.clear()
     begun = ask("NVML", "nvmlInit")
     if begun.code:
         kind, text, hint = _FAILURES.get(
@@ -345,6 +348,97 @@ def _processes(device: Device) -> Reading:
     return Reading(processes=[(int(p.pid), p.usedGpuMemory) for p in answer.value])
 
 
+def _power_fields(device: Device) -> Reading:
+    """The average and the instant, told apart, where the driver has them."""
+    names = ("power_average_w", "power_instant_w")
+    if device.identity.slice is not None:
+        return Reading(missing=dict.fromkeys(names, _MIG))
+    ids = [pynvml.NVML_FI_DEV_POWER_AVERAGE, pynvml.NVML_FI_DEV_POWER_INSTANT]
+    answer = ask(device.where, "nvmlDeviceGetFieldValues", device.handle, ids)
+    if answer.code:
+        return Reading(missing=dict.fromkeys(names, answer.reason))
+    found = Reading()
+    for name, value in zip(names, answer.value, strict=True):
+        if value.nvmlReturn:
+            found.missing[name] = REASONS.get(value.nvmlReturn, f"NVML error {value.nvmlReturn}")
+        else:
+            found.values[name] = value.value.uiVal * 1e-3
+    return found
+
+
+def _pcie(device: Device) -> Reading:
+    """Each direction alone: a driver counts for 20 ms to answer."""
+    found = Reading()
+    for name, counter in (
+        ("pcie_rx_bytes_s", pynvml.NVML_PCIE_UTIL_RX_BYTES),
+        ("pcie_tx_bytes_s", pynvml.NVML_PCIE_UTIL_TX_BYTES),
+    ):
+        reading = _one(name, ask(device.where, "nvmlDeviceGetPcieThroughput", device.board, counter), 1e3)
+        found.values |= reading.values
+        found.missing |= reading.missing
+    return found
+
+
+def _ecc(device: Device) -> Reading:
+    answer = ask(
+        device.where,
+        "nvmlDeviceGetTotalEccErrors",
+        device.board,
+        pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+        pynvml.NVML_VOLATILE_ECC,
+    )
+    return _one("ecc_uncorrected", answer, 1)
+
+
+#: GPM's metrics → our fields, and what one of theirs is in ours: per cent, MiB a second.
+_GPM: Final = {
+    "sm_activity": (pynvml.NVML_GPM_METRIC_SM_UTIL, 0.01),
+    "occupancy": (pynvml.NVML_GPM_METRIC_SM_OCCUPANCY, 0.01),
+    "tensor_activity": (pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL, 0.01),
+    "dram_util": (pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL, 0.01),
+    "nvlink_rx_bytes_s": (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC, float(1 << 20)),
+    "nvlink_tx_bytes_s": (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC, float(1 << 20)),
+}
+#: The last sample of each GPU: what the next one is compared with. Void when NVML is started anew.
+_samples: dict[str, Any] = {}
+
+
+def _gpm(device: Device) -> Reading:
+    """What the hardware counted between the last poll and this one."""
+    if device.identity.slice is not None or device.identity.mig_mode:
+        return Reading(missing=dict.fromkeys(_GPM, "n/a (MIG)"))
+    support = ask(device.where, "nvmlGpmQueryDeviceSupport", device.handle)
+    if support.code or not support.value.isSupportedDevice:
+        why = support.reason or "GPM needs a Hopper GPU or a newer one"
+        return Reading(missing=dict.fromkeys(_GPM, why))
+    sample = ask(device.where, "nvmlGpmSampleAlloc")
+    answer = sample if sample.code else ask(device.where, "nvmlGpmSampleGet", device.handle, sample.value)
+    if answer.code:
+        return Reading(missing=dict.fromkeys(_GPM, answer.reason))
+    before, _samples[device.where] = _samples.get(device.where), sample.value
+    if before is None:
+        return Reading(missing=dict.fromkeys(_GPM, FIRST))
+    wanted = pynvml.c_nvmlGpmMetricsGet_t()
+    wanted.version, wanted.numMetrics = pynvml.NVML_GPM_METRICS_GET_VERSION, len(_GPM)
+    wanted.sample1, wanted.sample2 = before, sample.value
+    for place, (metric, _) in enumerate(_GPM.values()):
+        wanted.metrics[place].metricId = metric
+    got = ask(device.where, "nvmlGpmMetricsGet", wanted)
+    ask(device.where, "nvmlGpmSampleFree", before)
+    if got.code:
+        return Reading(missing=dict.fromkeys(_GPM, got.reason))
+    found = Reading()
+    for place, (name, (_, scale)) in enumerate(_GPM.items()):
+        metric = got.value.metrics[place]
+        if metric.nvmlReturn:
+            found.missing[name] = REASONS.get(metric.nvmlReturn, f"NVML error {metric.nvmlReturn}")
+        elif not math.isfinite(metric.value):
+            found.missing[name] = "GPM answered with no number"
+        else:
+            found.values[name] = metric.value * scale
+    return found
+
+
 _MEMORY: Final = ("memory_total_bytes", "memory_used_bytes", "memory_reserved_bytes")
 _PROCESSES: Final = ("process_memory_bytes", "other_processes")
 GROUPS: Final = (
@@ -357,5 +451,9 @@ GROUPS: Final = (
     Group("SM clock", ("sm_mhz",), _sm_clock),
     Group("memory clock", ("memory_mhz",), _memory_clock),
     Group("clock limits", ("throttle", "throttle_raw"), _throttle),
+    Group("power by field", ("power_average_w", "power_instant_w"), _power_fields),
+    Group("PCIe", ("pcie_rx_bytes_s", "pcie_tx_bytes_s"), _pcie, slow=True),
+    Group("ECC", ("ecc_uncorrected",), _ecc, slow=True),
+    Group("GPM", tuple(_GPM), _gpm, slow=True),
     Group("processes", _PROCESSES, _processes, slow=True),
 )

@@ -115,9 +115,7 @@ class Bench:
             layers=layers,
         )
 
-    def _apply(
-        self, model: StagedModel, policy: Policy, cancelled: Callable[[], bool] = lambda: False
-    ) -> Any:
+    def apply(self, model: StagedModel, policy: Policy, cancelled: Callable[[], bool] = lambda: False) -> Any:
         return model.apply(policy, rows=(1, self.prompt), progress=lambda *_: None, cancelled=cancelled)
 
     # -- figures -----------------------------------------------------------------------------------------------------
@@ -132,7 +130,7 @@ class Bench:
         for name in ("int8", "w8a8", "int4"):
             model = self._staged("eager")
             begin = time.perf_counter()
-            self._apply(model, find_policy(name))
+            self.apply(model, find_policy(name))
             out[f"{name}_s"] = round(time.perf_counter() - begin, 3)
             flag = threading.Event()
             asked: list[float] = []
@@ -145,7 +143,7 @@ class Bench:
             model = self._staged("eager")
             timer.start()
             try:
-                self._apply(model, find_policy(name), flag.is_set)
+                self.apply(model, find_policy(name), flag.is_set)
                 out[f"{name}_cancel_ms"] = None
                 out[f"{name}_cancel_ms_reason"] = "ended before the cancel came"
             except Cancelled:
@@ -173,9 +171,9 @@ class Bench:
     def interleave(self, blocks: int) -> dict[str, Any]:
         names = ["generate-bf16", *UNIFORM, *STAGED]
         for name in names[1:]:
-            self.arms[name] = Arm(name, find_policy(name), self._apply(self.model, find_policy(name)))
+            self.arms[name] = Arm(name, find_policy(name), self.apply(self.model, find_policy(name)))
         for name in names:  # warm-up: both stages' real paths at the measured shape
-            self._turn(name, 0, self.new)
+            self.turn(name, 0, self.new)
         seen: dict[str, list[dict[str, float]]] = defaultdict(list)
         logs: list[dict[tuple[str, str], float]] = []
         order = random.Random(0)
@@ -184,7 +182,7 @@ class Bench:
             order.shuffle(turn)
             block_values: dict[tuple[str, str], list[float]] = defaultdict(list)
             for name in turn + turn[::-1]:
-                figures = self._turn(name, block, self.new)
+                figures = self.turn(name, block, self.new)
                 seen[name].append(figures)
                 for metric, value in figures.items():
                     block_values[name, metric].append(math.log(value))
@@ -204,10 +202,10 @@ class Bench:
             "arms_median": arms,
             "decoder_layers": {n: _runner(self.arms[n]) for n in names[1:]},
             "kernels": {n: _kernels(self.arms[n]) for n in names[1:]},
-            "explained": {n: self._explained(self.arms[n]) for n in names[1:]},
+            "explained": {n: self.explained(self.arms[n]) for n in names[1:]},
             "speedup": {
                 f"{reference} / {arm}": {
-                    metric: _speedup([b[reference, metric] - b[arm, metric] for b in logs])
+                    metric: speedup([b[reference, metric] - b[arm, metric] for b in logs])
                     for metric in ("prefill_ms", "tpot_ms", "e2e_ms")
                 }
                 for reference, arm in pairs
@@ -221,12 +219,12 @@ class Bench:
         first: dict[str, list[float]] = {"stay": [], "flip": []}
         arms = [self.arms["bf16"], self.arms[MAIN]]
         for arm in arms:
-            self._request(arm, 0, 4)
-        last, at = self._request(arms[0], 0, 4), arms[0]
+            self.request(arm, 0, 4)
+        last, at = self.request(arms[0], 0, 4), arms[0]
         for i in range(2 * pairs):
             flip = bool(i % 2)
             arm = arms[1 - arms.index(at)] if flip else at
-            request = self._request(arm, i, 4)
+            request = self.request(arm, i, 4)
             kind = "flip" if flip else "stay"
             gaps[kind].append((request.host_start_ns - last.host_end_ns) / 1e6)
             first[kind].append(request.itl_ms[0] / statistics.median(request.itl_ms))
@@ -241,9 +239,9 @@ class Bench:
             "n": pairs,
         }
 
-    def _explained(self, arm: Arm) -> dict[str, Any]:
+    def explained(self, arm: Arm) -> dict[str, Any]:
         """Share of each stage's time that the lower bound of its bytes and operations explains, one request."""
-        record = self._request(arm, 0, self.new, self.peaks)
+        record = self.request(arm, 0, self.new, self.peaks)
         assert record.prefill_ms and record.tpot_ms
         shares = (record.prefill_bound_ms, record.prefill_ms), (record.decode_bound_ms, record.tpot_ms)
         return {
@@ -253,24 +251,24 @@ class Bench:
 
     # -- one request -------------------------------------------------------------------------------------------------
 
-    def _turn(self, name: str, index: int, new: int) -> dict[str, float]:
+    def turn(self, name: str, index: int, new: int) -> dict[str, float]:
         if name == "generate-bf16":
             with torch.inference_mode():
-                prefill, step = self.generate.run(self._batch(index).ids, new)
+                prefill, step = self.generate.run(self.batch(index).ids, new)
             return {"prefill_ms": prefill, "tpot_ms": step, "e2e_ms": prefill + step * (new - 1)}
-        record = self._request(self.arms[name], index, new)
+        record = self.request(self.arms[name], index, new)
         assert record.valid and record.prefill_ms and record.tpot_ms and record.e2e_ms, record.invalid_reason
         return {"prefill_ms": record.prefill_ms, "tpot_ms": record.tpot_ms, "e2e_ms": record.e2e_ms}
 
-    def _batch(self, index: int) -> Any:
+    def batch(self, index: int) -> Any:
         return self.prepared.batches[index % len(self.prepared.batches)]
 
-    def _request(self, arm: Arm, index: int, new: int, peaks: Peaks | None = None) -> Request:
+    def request(self, arm: Arm, index: int, new: int, peaks: Peaks | None = None) -> Request:
         record = Request(request=index, arm=arm.label, policy="", policy_digest="", kind="loop")
         return run_request(
             self.device,
             arm,
-            self._batch(index),
+            self.batch(index),
             self.prompt + self.new,
             Limits(new, natural=False),
             record,
@@ -287,7 +285,7 @@ def _kernels(arm: Arm) -> dict[str, dict[str, int]]:
     return {stage: dict(cover.kernels) for stage, cover in arm.staged.coverage.items()}
 
 
-def _speedup(differences: list[float]) -> dict[str, Any]:
+def speedup(differences: list[float]) -> dict[str, Any]:
     interval = block_interval(differences)
     return {
         "ratio": round(math.exp(statistics.fmean(differences)), 3),

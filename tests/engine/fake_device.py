@@ -166,6 +166,10 @@ class FakeGeneration:
         self.staged.passes.append(("decode", 1))
         return self._work("decode", (self.batch,), self.staged.step_ms, self.staged.decode_peak, self.steps)
 
+    def rewind(self, positions: int) -> None:
+        self.staged.passes.append(("rewind", positions))
+        self.length = positions
+
     def bytes_per_step_wasted(self) -> int:
         return 0
 

@@ -82,8 +82,8 @@ def test_a_split_load_gives_the_tokens_of_the_single_stream_engine(staged: Stage
         for _ in range(5):
             token = generation.step(token).argmax(-1)
             alone.append(int(token))
-        same += sum(a == b for a, b in zip(made, alone, strict=True))
-        total += len(alone)
+        same += sum(a == b for a, b in zip(made, alone, strict=False))
+        total += len(made)
     # Another attention sums in another order; a tie may fall otherwise, a wrong view or index would change most of them.
     assert same / total > 0.9, (same, total)
 
@@ -92,9 +92,9 @@ def test_each_token_runs_under_its_own_stage(staged: StagedModel) -> None:
     served, ended, _, _, _ = load(staged, "bf16-prefill-int8-decode")
     whole = [s for s in served if s.error is None]
     assert set(ended.tokens) == {"prefill/prefill", "decode/decode"}
-    assert ended.tokens["prefill/prefill"] == 40 * len(whole) and ended.tokens["decode/decode"] == 5 * len(
-        whole
-    )
+    assert ended.tokens["prefill/prefill"] == 40 * len(whole)
+    assert ended.tokens["decode/decode"] == sum(s.output_tokens - 1 for s in whole)
+    assert sorted(s.output_tokens for s in whole if s.warmup) == [2, 4, 6], "the first round ends one by one"
     assert ended.readmitted == 0 and ended.cancelled == 0
 
 
@@ -106,7 +106,8 @@ def test_a_mixed_step_under_one_view_is_counted_as_such(staged: StagedModel, mix
 
 def test_a_prompt_of_one_token_is_prefill(staged: StagedModel) -> None:
     served, ended, _, _, _ = load(staged, "bf16-prefill-int8-decode", prompt_tokens=1, output_tokens=3)
-    assert ended.tokens["prefill/prefill"] == len(served) and ended.tokens["decode/decode"] == 2 * len(served)
+    assert ended.tokens["prefill/prefill"] == len(served)
+    assert ended.tokens["decode/decode"] == sum(s.output_tokens - 1 for s in served)
 
 
 def test_times_count_from_the_arrival(staged: StagedModel) -> None:
@@ -124,6 +125,12 @@ def test_a_closed_loop_keeps_its_concurrency(staged: StagedModel) -> None:
     served, ended, _, _, _ = load(staged, "bf16", concurrency=4, seconds=1.0)
     assert 2.5 < ended.busy_s / ended.seconds <= 4.01
     assert sum(s.warmup for s in served) == 4 and len(served) >= 8
+
+
+def test_requests_of_one_length_do_not_stay_in_step(staged: StagedModel) -> None:
+    """Prompts that fit into one step, all alike: without the uneven first round no step would hold both stages."""
+    _, ended, _, _, _ = load(staged, "bf16", concurrency=3, seconds=0.5, prompt_tokens=16, chunk=64)
+    assert ended.mixed > ended.steps / 4
 
 
 def test_a_stopped_load_ends(staged: StagedModel) -> None:

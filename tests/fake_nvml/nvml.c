@@ -264,6 +264,84 @@ int nvmlDeviceGetClockInfo(Device *d, int type, unsigned *out) {
     return SUCCESS;
 }
 
+/* val: milliwatts of field 185 (average) and 186 (instant); a third and fourth value are their own return codes. */
+typedef struct {
+    unsigned field, scope;
+    long long timestamp, latency;
+    int type, ret;
+    union { double d; unsigned u; u64 ull; } value;
+} FieldValue;
+#ifndef WITHOUT_nvmlDeviceGetFieldValues
+int nvmlDeviceGetFieldValues(Device *d, int count, FieldValue *out) {
+    u64 v[4] = {0};
+    int code = enter("nvmlDeviceGetFieldValues", d);
+    if (code) return code;
+    int n = values("nvmlDeviceGetFieldValues", d, v, 4);
+    for (int i = 0; i < count; i++) {
+        int place = out[i].field == 186 ? 1 : 0;
+        out[i].ret = n <= place ? NOT_SUPPORTED : (int)v[2 + place];
+        out[i].value.u = (unsigned)v[place];
+    }
+    return SUCCESS;
+}
+#endif
+
+/* val: KB/s sent, received. NVML's counters: 0 tx, 1 rx. */
+int nvmlDeviceGetPcieThroughput(Device *d, int counter, unsigned *out) {
+    u64 v[2];
+    int code = enter("nvmlDeviceGetPcieThroughput", d);
+    if (code) return code;
+    if (values("nvmlDeviceGetPcieThroughput", d, v, 2) < 2) return NOT_SUPPORTED;
+    *out = (unsigned)v[counter ? 1 : 0];
+    return SUCCESS;
+}
+int nvmlDeviceGetTotalEccErrors(Device *d, int kind, int counter, u64 *out) {
+    (void)kind, (void)counter;
+    return one_u64("nvmlDeviceGetTotalEccErrors", d, out);
+}
+
+/* GPM. val.nvmlGpmMetricsGet: id value id value ...; a metric that is not listed is not supported. */
+#ifndef WITHOUT_nvmlGpmQueryDeviceSupport
+typedef struct { Device *device; } Sample;
+typedef struct { unsigned version, supported; } GpmSupport;
+typedef struct { unsigned id; int ret; double value; const char *names[3]; } Metric;
+typedef struct { unsigned version, count; Sample *one, *two; Metric metrics[]; } MetricsGet;
+int nvmlGpmQueryDeviceSupport(Device *d, GpmSupport *out) {
+    int code = enter("nvmlGpmQueryDeviceSupport", d);
+    out->supported = number("gpm", d, 1);
+    return code;
+}
+int nvmlGpmSampleAlloc(Sample **out) {
+    int code = enter("nvmlGpmSampleAlloc", NULL);
+    if (!code) *out = calloc(1, sizeof **out);
+    return code;
+}
+int nvmlGpmSampleFree(Sample *sample) {
+    free(sample);
+    return enter("nvmlGpmSampleFree", NULL);
+}
+int nvmlGpmSampleGet(Device *d, Sample *sample) {
+    sample->device = d;
+    return enter("nvmlGpmSampleGet", d);
+}
+int nvmlGpmMetricsGet(MetricsGet *get) {
+    u64 v[64];
+    int code = enter("nvmlGpmMetricsGet", get->two->device);
+    if (code) return code;
+    if (get->one->device != get->two->device) return INVALID_ARGUMENT;
+    int n = values("nvmlGpmMetricsGet", get->two->device, v, 64);
+    for (unsigned i = 0; i < get->count; i++) {
+        get->metrics[i].ret = NOT_SUPPORTED;
+        for (int j = 0; j + 1 < n; j += 2)
+            if (v[j] == get->metrics[i].id) {
+                get->metrics[i].ret = SUCCESS;
+                get->metrics[i].value = (double)v[j + 1];
+            }
+    }
+    return SUCCESS;
+}
+#endif
+
 #ifndef WITHOUT_nvmlDeviceGetCurrentClocksEventReasons
 int nvmlDeviceGetCurrentClocksEventReasons(Device *d, u64 *out) {
     return one_u64("nvmlDeviceGetCurrentClocksEventReasons", d, out);

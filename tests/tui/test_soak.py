@@ -78,9 +78,9 @@ async def test_a_thousand_random_keys_and_two_hundred_resizes_leave_a_working_ap
                 await pilot.resize_terminal(rng.randint(1, 200), rng.randint(1, 60))
             else:
                 await pilot.press(rng.choice(keys))
+            shown.add(app.showing)
             if number % 50 == 0:
                 await app.workers.wait_for_complete()
-                shown.add(app.showing)
         await settle(pilot)
         assert app.is_running and not session.closed
         assert len(shown) >= 4, "it came around"

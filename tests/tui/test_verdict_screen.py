@@ -130,7 +130,12 @@ def test_cards_speak_from_what_was_measured() -> None:
     assert (
         by["tight memory"].says == "against" and "105.0 MiB less for KV cache" in by["tight memory"].because
     )
-    assert by["high concurrency"].says == "not tested"
+    assert by["high concurrency"].says == "unsure"
+    assert (
+        f"{made_evaluation.STAGED} meets the targets up to 4 at a time or more"
+        in by["high concurrency"].because
+    )
+    assert "of int8 at 4 at a time" in by["high concurrency"].because
     empty = evaluated(made_evaluation.SPEC, {})
     assert {c.says for c in cards(empty.spec, empty.found, empty.verdict)} == {"not tested"}
 

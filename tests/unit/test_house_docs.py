@@ -12,7 +12,12 @@ import pytest
 from pdq_tui.core.policy import parse_policy
 
 REPO = Path(__file__).resolve().parents[2]
-PAGES = [REPO / "README.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [
+    REPO / "README.md",
+    REPO / "README.zh.md",
+    REPO / "CHANGELOG.md",
+    *sorted((REPO / "docs").glob("*.md")),
+]
 
 
 def test_generated_tables_are_current() -> None:

@@ -123,7 +123,15 @@ def test_an_open_loop_rate_that_met_the_targets_is_the_goodput() -> None:
     for rate in (5.0, 6.0):
         points.append(load.point(rows, ended(), concurrency=None, rate=rate, ttft_target=100, tpot_target=20))
     found = load.knee("x", points)
-    assert found.goodput == 6.0 and "open-loop" in found.goodput_method
+    assert found.goodput == 6.0 and "arrival rate" in found.goodput_method
+
+
+def test_arrivals_that_all_miss_the_targets_have_no_goodput_whatever_the_closed_loop_says() -> None:
+    points = curve(SIZES, 0.5, 8.0, target_s=0.6)
+    rows = [served(i, i / 5, 500.0) for i in range(30)]
+    points.append(load.point(rows, ended(), concurrency=None, rate=5.0, ttft_target=100, tpot_target=20))
+    found = load.knee("x", points)
+    assert found.concurrency == 4 and found.goodput is None and "5.00 requests/s" in found.goodput_method
 
 
 @pytest.mark.parametrize("seed", range(20))

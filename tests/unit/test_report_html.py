@@ -53,7 +53,12 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, list
 
 
 def timed_and_scored() -> dict[str, Any]:
-    return {"small_quality": made_evaluation.scored(), "confirmation": made_evaluation.confirmation()}
+    return {
+        "small_quality": made_evaluation.scored(),
+        "confirmation": made_evaluation.confirmation(),
+        "load": made_evaluation.load(),
+        "soak": made_evaluation.soaked(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +89,7 @@ def test_a_report_needs_nothing_but_itself(
         "evaluation": judged,
         "trend": followed,
     }[kind]
-    drawn = {"comparison": 5, "snapshot": 4, "evaluation": 4, "trend": 4}[kind]
+    drawn = {"comparison": 5, "snapshot": 4, "evaluation": 9, "trend": 4}[kind]
     [path] = write.write(source, ["html"], tmp_path)
     for width, phone, shown in ((1100, False, "wide"), (PHONE, True, "narrow")):
         browser.open(path, width, phone=phone)
@@ -291,6 +296,18 @@ def test_the_map_says_which_side_wins_in_words(judged: Evaluated) -> None:
         ("int4", 11): ("not told", "+1"),
         ("int4", 64): ("slower", "+6~"),
     }
+
+
+def test_load_curves_and_drift_are_drawn_with_their_words(judged: Evaluated) -> None:
+    by_name = {f.name: f for f in evaluation_figures(SPEC, judged.found)}
+    rows = chart(by_name["load-good"])["layer"][0]["data"]["values"]
+    assert {(r["label"], r["at"]): r["value"] for r in rows}[STAGED, 4] == 100.0
+    assert f"{STAGED}: knee at 4, the largest that was tried." in by_name["load-good"].reads
+    assert "int4: knee at 2." in by_name["load-good"].reads
+    drift = {r["row"]: r for r in chart(by_name["soak"])["layer"][1]["data"]["values"]}
+    assert drift["TPOT"]["word"] == "drifts" and 10 < drift["TPOT"]["change"] < 25
+    assert drift["TTFT"]["word"] == "no drift" and "Not the hours-long test." in by_name["soak"].reads
+    assert "no energy counter here" in by_name["soak"].reads
 
 
 def chart(figure: Figure) -> dict[str, Any]:

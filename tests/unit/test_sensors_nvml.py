@@ -12,6 +12,9 @@ from fake_nvml.sensors_process import sensors
 
 from pdq_tui.core.protocol import GpuSample, SensorSample, SensorState
 
+GPM = {
+    "sm_activity", "occupancy", "tensor_activity", "dram_util", "nvlink_rx_bytes_s", "nvlink_tx_bytes_s",
+}  # fmt: skip
 #: Every function of the library that the worker calls, and the fields that are gone when it is not supported.
 GETTERS = {
     "nvmlDeviceGetName": {"name"},
@@ -24,6 +27,12 @@ GETTERS = {
     "nvmlDeviceGetPowerUsage": {"power_w"},
     "nvmlDeviceGetEnforcedPowerLimit": {"power_limit_w"},
     "nvmlDeviceGetTotalEnergyConsumption": {"energy_j"},
+    "nvmlDeviceGetFieldValues": {"power_average_w", "power_instant_w"},
+    "nvmlDeviceGetPcieThroughput": {"pcie_rx_bytes_s", "pcie_tx_bytes_s"},
+    "nvmlDeviceGetTotalEccErrors": {"ecc_uncorrected"},
+    "nvmlGpmQueryDeviceSupport": GPM,
+    "nvmlGpmSampleGet": GPM,
+    "nvmlGpmMetricsGet": GPM,
     "nvmlDeviceGetTemperatureV": set(),
     "nvmlDeviceGetTemperature": set(),
     "nvmlDeviceGetClockInfo": {"sm_mhz", "memory_mhz"},
@@ -51,7 +60,8 @@ FIELDS = [name for name in GpuSample.__struct_fields__ if name not in FLAGS]
 
 def settled(gpus: list[GpuSample]) -> bool:
     """Every field of every GPU has been read once."""
-    return bool(gpus) and all("not read yet" not in gpu.missing.values() for gpu in gpus)
+    waiting = {"not read yet", "first reading: nothing to compare with"}
+    return bool(gpus) and all(waiting.isdisjoint(gpu.missing.values()) for gpu in gpus)
 
 
 def gone(gpu: GpuSample) -> set[str]:
@@ -132,6 +142,12 @@ def test_N02_a_healthy_gpu_lacks_nothing_and_every_getter_is_in_the_list(tmp_pat
     assert first.power_w == pytest.approx(300.0)
     assert first.energy_j == pytest.approx(5000.0)
     assert (first.sm_mhz, first.memory_mhz) == (1980, 3201)
+    assert (first.power_average_w, first.power_instant_w) == (pytest.approx(310.0), pytest.approx(350.0))
+    assert (first.dram_util, second.dram_util) == (pytest.approx(0.71), pytest.approx(0.72))
+    assert (first.sm_activity, first.occupancy, first.tensor_activity) == pytest.approx((0.88, 0.41, 0.33))
+    assert (first.nvlink_rx_bytes_s, first.nvlink_tx_bytes_s) == (5 << 20, 6 << 20)
+    assert (first.pcie_tx_bytes_s, first.pcie_rx_bytes_s) == (100_000, 2_000_000)
+    assert (first.ecc_uncorrected, second.ecc_uncorrected) == (0, 1)
     assert first.process_memory_bytes == 6 * GIB
     assert (first.other_processes, second.other_processes) == (1, 2)
     system = {
@@ -139,6 +155,8 @@ def test_N02_a_healthy_gpu_lacks_nothing_and_every_getter_is_in_the_list(tmp_pat
         "nvmlSystemGetDriverVersion",
         "nvmlDeviceGetCount_v2",
         "nvmlDeviceGetHandleByIndex_v2",
+        "nvmlGpmSampleAlloc",
+        "nvmlGpmSampleFree",
     }
     assert called - system <= GETTERS.keys()
 
@@ -173,6 +191,40 @@ def test_N02_power_and_energy_unsupported_are_null_not_zero(tmp_path, two):
         first, second = both(worker, two)
     assert (first.power_w, first.energy_j, first.power_limit_w) == (None, None, None)
     assert second.power_w == pytest.approx(300.001)
+
+
+def test_N02_one_power_field_of_two_is_unsupported(tmp_path, two):
+    two.set("val.nvmlDeviceGetFieldValues@0", "310000 0 0 3")
+    with sensors(tmp_path, two.env) as worker:
+        first, _ = both(worker, two)
+    assert first.power_average_w == pytest.approx(310.0)
+    assert (first.power_instant_w, first.missing["power_instant_w"]) == (None, "not supported")
+
+
+def test_N02_gpm_on_an_older_gpu_or_driver_is_said_and_one_metric_takes_no_other(tmp_path, two):
+    two.set("gpm@0", 0)
+    two.set("val.nvmlGpmMetricsGet@1", "10 55")
+    with sensors(tmp_path, two.env) as worker:
+        first, second = both(worker, two)
+    assert {first.missing[name] for name in GPM} == {"GPM needs a Hopper GPU or a newer one"}
+    assert second.dram_util == pytest.approx(0.55)
+    assert {second.missing[name] for name in GPM - {"dram_util"}} == {"not supported"}
+    old = FakeNvml.create(tmp_path, without=["nvmlGpmQueryDeviceSupport", "nvmlDeviceGetFieldValues"])
+    with sensors(tmp_path, old.env) as worker:
+        worker.watch(pid=os.getpid(), uuid=UUIDS[0], bus_id=BUSES[0], interval_s=0.02)
+        (gpu,) = worker.gpus(settled)
+    assert (
+        gpu.missing["dram_util"] == gpu.missing["power_instant_w"] == "the driver is too old for this query"
+    )
+    assert gpu.power_w is not None
+
+
+def test_N02_what_the_file_says_while_it_runs_is_what_is_read(tmp_path, two):
+    with sensors(tmp_path, two.env) as worker:
+        both(worker, two)
+        two.set("val.nvmlGpmMetricsGet@0", "2 1 3 2 5 3 10 4 60 5 61 6")
+        (first, _) = worker.gpus(lambda gpus: settled(gpus) and gpus[0].dram_util == pytest.approx(0.04))
+        assert first.occupancy == pytest.approx(0.02)
 
 
 def test_N02_a_lost_gpu_leaves_the_other(tmp_path, two):

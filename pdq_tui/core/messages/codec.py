@@ -12,6 +12,7 @@ import msgspec
 
 from pdq_tui.core.messages.base import VERSION, Message
 from pdq_tui.core.messages.commands import Command
+from pdq_tui.core.messages.energy import EnergyWindow
 from pdq_tui.core.messages.events import (
     Answered,
     ArmReady,
@@ -61,6 +62,7 @@ Event = (
     | TuneStarted
     | KernelsTimed
     | Traced
+    | EnergyWindow
     | Served
     | ServeEnded
     | Canary

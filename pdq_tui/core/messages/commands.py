@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdq_tui.core.messages.base import Message
+from pdq_tui.core.messages.energy import MeasureEnergy
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.workload import Workload
 
@@ -228,6 +229,7 @@ Command = (
     | Ask
     | Tune
     | Trace
+    | MeasureEnergy
     | Serve
     | Soak
     | Stop

@@ -8,7 +8,13 @@ from pdq_tui.core.messages.base import Message
 
 
 class GpuSample(msgspec.Struct, kw_only=True):
-    """One GPU now. Every field alone: None with an entry in ``missing`` (field → reason)."""
+    """One GPU now. Every field alone: None with an entry in ``missing`` (field → reason).
+
+    power_w         what the driver calls usage: an average over the last second on most GPUs since Ampere
+    dram_util       share of the memory's theoretical bandwidth that was used, device-wide (GPM, Hopper and newer); with
+                    sm_activity (a warp was resident), tensor_activity and occupancy over the last polling interval
+    ecc_uncorrected uncorrected memory errors since the driver was loaded
+    """
 
     index: int
     name: str | None = None
@@ -27,6 +33,17 @@ class GpuSample(msgspec.Struct, kw_only=True):
     other_processes: int | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
+    power_average_w: float | None = None
+    power_instant_w: float | None = None
+    dram_util: float | None = None
+    sm_activity: float | None = None
+    tensor_activity: float | None = None
+    occupancy: float | None = None
+    nvlink_rx_bytes_s: float | None = None
+    nvlink_tx_bytes_s: float | None = None
+    pcie_rx_bytes_s: float | None = None
+    pcie_tx_bytes_s: float | None = None
+    ecc_uncorrected: int | None = None
     energy_j: float | None = None
     temperature_c: float | None = None
     sm_mhz: float | None = None
@@ -37,6 +54,9 @@ class GpuSample(msgspec.Struct, kw_only=True):
 
 
 class CpuSample(msgspec.Struct, kw_only=True):
+    """energy_j: RAPL's counter of all packages, the whole machine's. affinity: CPUs that the engine may run on.
+    quota: CPUs' worth of time that its cgroup allows."""
+
     load: float | None = None
     engine_load: float | None = None
     other_load: float | None = None
@@ -44,6 +64,9 @@ class CpuSample(msgspec.Struct, kw_only=True):
     memory_total_bytes: int | None = None
     memory_available_bytes: int | None = None
     mhz: float | None = None
+    energy_j: float | None = None
+    affinity: int | None = None
+    quota: float | None = None
     temperature_c: float | None = None
     missing: dict[str, str] = msgspec.field(default_factory=dict)
 

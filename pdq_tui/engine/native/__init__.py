@@ -24,7 +24,7 @@ import torch
 
 from pdq_tui.engine.process import run_module
 
-#: Seconds that building may take; a quiet machine needs ten.
+#: Seconds that building may take; a quiet machine needs twenty.
 BUILD_TIMEOUT_S: Final = 300.0
 #: What is shown while the compiler runs.
 LABEL: Final = "compiling CPU kernels once on this machine"

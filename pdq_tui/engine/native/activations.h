@@ -24,6 +24,9 @@ struct Activations {
   int64_t rows, k, blocks;
   std::vector<int16_t> q;
   std::vector<float> scale, sum;
+
+  // A row that is there: kernels that take several at once read the last one again for those beyond it.
+  int64_t row(int64_t r) const { return std::min(r, rows - 1); }
 };
 
 template <typename T>

@@ -49,7 +49,7 @@ struct Bytes {
   }
 };
 
-// Rows of `steps` lanes each → tiles of TILE rows. What the last tile lacks is never read.
+// Rows of `steps` lanes each → tiles of TILE rows; what the last tile lacks is zeros.
 struct Tiles {
   int64_t steps;
   std::vector<int32_t> lanes;
@@ -185,8 +185,9 @@ struct TokensPanel {
     multiply<R, true>(tiles.tile(from), panel, tiles.steps, acc);
     for (int r = 0; r < R; ++r)
       for (int h = 0; h < 2; ++h) {
-        const __m512i exact = _mm512_sub_epi32(acc[r][h], _mm512_set1_epi32(sum[from + r] * 128));
-        const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(exact), _mm512_set1_ps(x.scale[from + r]));
+        const int64_t row = x.row(from + r);
+        const __m512i exact = _mm512_sub_epi32(acc[r][h], _mm512_set1_epi32(sum[row] * 128));
+        const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(exact), _mm512_set1_ps(x.scale[row]));
         out[r][h] = _mm512_mul_ps(value, _mm512_loadu_ps(s.scale + 16 * h));
       }
   }
@@ -209,12 +210,12 @@ struct TokenGroupsPanel {
         const __m512 scale = _mm512_loadu_ps(s.scale + g * PANEL + 16 * h), zero = _mm512_loadu_ps(s.zero + g * PANEL + 16 * h);
         for (int r = 0; r < R; ++r) {
           out[r][h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][h]), scale, out[r][h]);
-          out[r][h] = _mm512_fmadd_ps(zero, _mm512_set1_ps(sums[(from + r) * groups + g]), out[r][h]);
+          out[r][h] = _mm512_fmadd_ps(zero, _mm512_set1_ps(sums[x.row(from + r) * groups + g]), out[r][h]);
         }
       }
     }
     for (int r = 0; r < R; ++r)
-      for (int h = 0; h < 2; ++h) out[r][h] = _mm512_mul_ps(out[r][h], _mm512_set1_ps(x.scale[from + r]));
+      for (int h = 0; h < 2; ++h) out[r][h] = _mm512_mul_ps(out[r][h], _mm512_set1_ps(x.scale[x.row(from + r)]));
   }
 };
 // Sums of whole numbers by group, rows × groups.
@@ -243,10 +244,11 @@ struct BlocksPanel {
       const float *scale = s.scale, *zero = s.zero;
       if (s.group) scale += begin / s.group * PANEL, zero += begin / s.group * PANEL;
       for (int r = 0; r < R; ++r) {
-        const __m512 by = _mm512_set1_ps(x.scale[(from + r) * x.blocks + begin / BLOCK]);
+        const int64_t row = x.row(from + r);
+        const __m512 by = _mm512_set1_ps(x.scale[row * x.blocks + begin / BLOCK]);
         float sum = 0.0f;
         if (s.group)
-          for (int64_t c = begin; c < begin + unit; c += HALF) sum += x.sum[(from + r) * (x.k / HALF) + c / HALF];
+          for (int64_t c = begin; c < begin + unit; c += HALF) sum += x.sum[row * (x.k / HALF) + c / HALF];
         for (int h = 0; h < 2; ++h) {
           const __m512 part = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][h]), by);
           if (s.group) out[r][h] = _mm512_fmadd_ps(_mm512_loadu_ps(zero + 16 * h), _mm512_set1_ps(sum), out[r][h]);
@@ -257,31 +259,22 @@ struct BlocksPanel {
   }
 };
 
+// The first `count` of R rows; what the last tile has beyond them is computed and left.
 template <int R, typename Product, typename O>
-void tile(const Product& product, int64_t from, const int32_t* panel, const PanelScales& s, int64_t n, int64_t N, O* out) {
+void tile(int64_t count, const Product& product, int64_t from, const int32_t* panel, const PanelScales& s, int64_t n, int64_t N,
+          O* out) {
   __m512 value[R][2];
   product.template operator()<R>(from, panel, s, value);
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < count; ++r)
     for (int h = 0; h < 2; ++h) store16(out + (from + r) * N + n + 16 * h, value[r][h], lanes_of(N - n - 16 * h));
 }
 
 template <typename Product, typename O>
 void tile_of(int64_t count, const Product& product, int64_t from, const int32_t* panel, const PanelScales& s, int64_t n,
              int64_t N, O* out) {
-  switch (count) {
-    case 12: return tile<12>(product, from, panel, s, n, N, out);
-    case 11: return tile<11>(product, from, panel, s, n, N, out);
-    case 10: return tile<10>(product, from, panel, s, n, N, out);
-    case 9: return tile<9>(product, from, panel, s, n, N, out);
-    case 8: return tile<8>(product, from, panel, s, n, N, out);
-    case 7: return tile<7>(product, from, panel, s, n, N, out);
-    case 6: return tile<6>(product, from, panel, s, n, N, out);
-    case 5: return tile<5>(product, from, panel, s, n, N, out);
-    case 4: return tile<4>(product, from, panel, s, n, N, out);
-    case 3: return tile<3>(product, from, panel, s, n, N, out);
-    case 2: return tile<2>(product, from, panel, s, n, N, out);
-    default: return tile<1>(product, from, panel, s, n, N, out);
-  }
+  if (count > 8) tile<12>(count, product, from, panel, s, n, N, out);
+  else if (count > 4) tile<8>(count, product, from, panel, s, n, N, out);
+  else tile<4>(count, product, from, panel, s, n, N, out);
 }
 
 // What one thread multiplies: its channels in whole panels, and where there are more threads than panels, its rows.
