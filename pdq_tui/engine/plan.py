@@ -6,6 +6,7 @@ the model's dtype.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from pdq_tui.core.kernels import Candidate, Capability, KernelTable, uses_of
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.protocol import Coverage, Fallback, LeftModule, WeightsInfo
 from pdq_tui.engine.census import Census, Fused, Layer
+from pdq_tui.engine.formats.imported import holds
 from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec, dense_dtype
 from pdq_tui.engine.kernels import ProbeKey
 from pdq_tui.errors import OTHER_FORMAT, UnfitError, UsageError
@@ -325,3 +327,20 @@ def warnings_of(policy: Policy, coverage: Mapping[str, Coverage]) -> list[str]:
             why = f": {biggest.module}: {biggest.reason}" if biggest else ""
             found.append(f"partial: {share:.0%} of the weights converted in {stage}{why}")
     return found
+
+
+def requantized(placements: Iterable[Placement], held: Callable[[str], Format | None]) -> list[str]:
+    """A sentence for each format that is not what the checkpoint itself holds. ``held``: its format of a parameter, None
+    where it is not quantized."""
+    found: Counter[tuple[str, str, str, bool]] = Counter()
+    for p in placements:
+        have = held(p.layer.parameter)
+        if have is not None and not holds(have, p.spec.parts[0].fmt):
+            label = p.spec.fmt.label if not p.spec.fmt.dense else DTYPE_NAMES[p.spec.stored_dtype]
+            found[p.stage, have.label, label, p.spec.fmt.dense] += 1
+    return [
+        f"{stage}: {count} layers are dequantized from the checkpoint's {have} to {label}"
+        if dense
+        else f"{stage}: {count} layers are quantized a second time, from the checkpoint's {have} to {label}"
+        for (stage, have, label, dense), count in found.items()
+    ]

@@ -39,6 +39,7 @@ from pdq_tui.engine.plan import (
     Planner,
     coverage_of,
     fallbacks_of,
+    requantized,
     warnings_of,
     weights_of,
 )
@@ -143,6 +144,7 @@ class StagedModel:
             )
         if warnings and hard:
             raise UnfitError(f"{policy.name}: {warnings[0]}", "leave out --hard to allow it")
+        warnings += requantized(placements, self.store.masters.format)
         warnings += policy.unmatched(placement.layer.name for placement in by_stage["prefill"])
         weights = weights_of(by_stage, self.census, coverage)
         new = self.store.new_bytes(wanted)

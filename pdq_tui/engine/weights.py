@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pdq_tui.engine.census import Layer
 from pdq_tui.engine.checkpoint import Masters
+from pdq_tui.engine.formats.imported import Imported, holds, repack
 from pdq_tui.engine.formats.pack import pack, pack_stack
 from pdq_tui.engine.formats.packed import Packed, PackedStack, Spec
 from pdq_tui.errors import UnfitError
@@ -114,7 +115,10 @@ class WeightStore:
             progress(done, total, f"{spec.fmt.label} {layer.name}")
             shared = self.shares(layer, spec)
             base = self._base(layer, spec)
-            if spec.stack:
+            held = self.imported(layer, spec)
+            if held is not None:
+                self._entries[key] = repack(spec, held, self.device, cancelled)
+            elif spec.stack:
                 assert base is None or isinstance(base, PackedStack)
                 masters = partial(self.master, layer)
                 self._entries[key] = pack_stack(spec, masters, self.device, cancelled, shared, base)
@@ -130,6 +134,11 @@ class WeightStore:
         """The packed weights that ``spec`` builds upon; they stand before it in what is wanted."""
         below = spec.parts[:-1]
         return self._entries[layer.name, below[-1].key] if below else None
+
+    def imported(self, layer: Layer, spec: Spec) -> Imported | None:
+        """The checkpoint's own numbers, where it holds them in this very format."""
+        have = self.masters.format(layer.parameter)
+        return self.masters.imported(layer.parameter) if have and holds(have, spec.fmt) else None
 
     def master(self, layer: Layer, expert: int | None = None) -> Tensor:
         """[N, K] in the model's dtype, a view where the parameter is kept [K, N]; of ``expert`` where there are several."""

@@ -8,7 +8,8 @@ from pdq_tui.core.kv import KvGeometry
 
 
 class ModelInfo(msgspec.Struct, kw_only=True):
-    """``kv``: what its cache consists of; ``kv_refused``: why that cannot be quantized as the model was loaded."""
+    """``kv``: what its cache consists of; ``kv_refused``: why that cannot be quantized as the model was loaded. ``weights``:
+    of a quantized checkpoint, what is in its modules; None where it is not quantized."""
 
     id: str
     path: str = ""
@@ -26,6 +27,7 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     tied_head: bool = False
     kv: KvGeometry | None = None
     kv_refused: str | None = None
+    weights: str | None = None
     notes: list[str] = msgspec.field(default_factory=list)
 
 
