@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
@@ -119,6 +120,44 @@ def load_model(command: Load, device: Device, progress: Progress, cancelled: Can
         info=info,
         eos=_eos(checkpoint.path, skeleton, tokenizer),
     )
+
+
+#: What makes two configurations compute differently on the same weights.
+_ARITHMETIC: Final = (
+    "model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps",
+    "layer_norm_eps", "layer_norm_epsilon", "hidden_act", "hidden_activation", "activation_function", "sliding_window",
+    "layer_types", "attn_logit_softcapping", "final_logit_softcapping", "num_experts_per_tok", "norm_topk_prob",
+)  # fmt: skip
+
+
+def load_source(
+    word: str, model: LoadedModel, command: Load, device: Device, progress: Progress, cancelled: Cancel
+) -> tuple[Any, Masters]:
+    """(skeleton, masters) of another checkpoint of the same model, in the model's dtype. Raises UsageError where its
+    configuration is another's, PdqError, Cancelled."""
+    source = resolve(
+        msgspec.structs.replace(command, model=word, source=None, revision=None), progress, cancelled
+    )
+    checkpoint = interruptible(lambda: inspect(source.path), cancelled)
+    quantized = interruptible(lambda: read_quantized(checkpoint), cancelled)
+    config = interruptible(lambda: _config(checkpoint, command), cancelled)
+    ours, theirs = model.skeleton.config.get_text_config(), config.get_text_config()
+    for key in _ARITHMETIC:
+        mine, other = getattr(ours, key, None), getattr(theirs, key, None)
+        if mine != other:
+            raise UsageError(
+                f"{word}: {key} is {other!r}, the model's is {mine!r}",
+                "a stage's source has to be a checkpoint of the same model",
+            )
+    dtype = DTYPES[model.info.dtype]
+    skeleton, masters = _mapped(checkpoint, quantized, config, dtype, command, device, progress, cancelled)
+    if skeleton is None or masters is None:
+        raise UsageError(
+            f"{word}: its names or shapes are not the model's, or it brings code of its own",
+            "a stage's source has to be safetensors files of the same model",
+        )
+    skeleton.eval().requires_grad_(False)
+    return skeleton, masters
 
 
 # -- where the files are ------------------------------------------------------------------------------------------------

@@ -166,6 +166,7 @@ class Planner:
             )
             left = kept + (", and it is the input embedding" if layer.tied else "")
         nowhere = False
+        source = policy.stage(stage).source
         own = DTYPE_NAMES[self.dtype]
         bad = {name: why for (name, d, n, kk), why in broken.items() if (d, n, kk) == (own, layer.N, layer.K)}
         used, k, reason = fit_groups(wanted, layer.K, policy.on_misfit)
@@ -178,7 +179,9 @@ class Planner:
                 use, layer.N, k, rows, self._dtype_name(used), self.capability, bad, beside
             )
             if choice.candidate is not None:
-                spec = Spec(used, choice.candidate.layout, layer.N, layer.K, k, self.dtype, layer.experts)
+                spec = Spec(
+                    used, choice.candidate.layout, layer.N, layer.K, k, self.dtype, layer.experts, source
+                )
                 missed = choice.passed_over[1] if choice.passed_over else None
                 return Placement(layer, stage, rows, wanted, spec, choice.candidate, left, reason or missed)
             refusal = self.table.refusal(used, self._dtype_name(used), self.capability)
@@ -190,7 +193,9 @@ class Planner:
         choice = self.table.choose(dense, layer.N, layer.K, rows, own, self.capability, broken=bad)
         if choice.candidate is None:
             raise UnfitError(f"{layer.name}: nothing multiplies it here: {'; '.join(choice.reasons)}")
-        spec = Spec(dense, choice.candidate.layout, layer.N, layer.K, layer.K, self.dtype, layer.experts)
+        spec = Spec(
+            dense, choice.candidate.layout, layer.N, layer.K, layer.K, self.dtype, layer.experts, source
+        )
         return Placement(layer, stage, rows, wanted, spec, choice.candidate, reason, reason, nowhere)
 
 
@@ -264,7 +269,12 @@ def weights_of(
             if (
                 p.layer.head
                 and _plain(p)
-                and all(_plain(q) for s in STAGES for q in by_stage[s] if q.layer is p.layer)
+                and all(
+                    _plain(q) and q.spec.source == p.spec.source
+                    for s in STAGES
+                    for q in by_stage[s]
+                    if q.layer is p.layer
+                )
             ):
                 if not p.layer.tied and stage == "prefill":
                     kept += p.spec.nbytes
@@ -329,12 +339,12 @@ def warnings_of(policy: Policy, coverage: Mapping[str, Coverage]) -> list[str]:
     return found
 
 
-def requantized(placements: Iterable[Placement], held: Callable[[str], Format | None]) -> list[str]:
-    """A sentence for each format that is not what the checkpoint itself holds. ``held``: its format of a parameter, None
-    where it is not quantized."""
+def requantized(placements: Iterable[Placement], held: Callable[[Layer, Spec], Format | None]) -> list[str]:
+    """A sentence for each format that is not what the checkpoint itself holds. ``held``: its format of a layer, None where
+    it is not quantized."""
     found: Counter[tuple[str, str, str, bool]] = Counter()
     for p in placements:
-        have = held(p.layer.parameter)
+        have = held(p.layer, p.spec)
         if have is not None and not holds(have, p.spec.parts[0].fmt):
             label = p.spec.fmt.label if not p.spec.fmt.dense else DTYPE_NAMES[p.spec.stored_dtype]
             found[p.stage, have.label, label, p.spec.fmt.dense] += 1

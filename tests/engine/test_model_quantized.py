@@ -23,9 +23,10 @@ from pdq_tui.engine.formats.imported import Imported
 from pdq_tui.engine.formats.linears import quantize_rows
 from pdq_tui.engine.formats.pack import nibbles
 from pdq_tui.engine.formats.packed import Packed
-from pdq_tui.engine.loader import LoadedModel, load_model
+from pdq_tui.engine.loader import LoadedModel, load_model, load_source
 from pdq_tui.engine.staged import StagedModel
 from pdq_tui.errors import UsageError
+from tests.engine.conftest import llama_config, save_tiny
 from tests.engine.test_model_staged import Cpu, ids_of, run
 
 pytestmark = pytest.mark.usefixtures("shared_home")
@@ -371,3 +372,114 @@ def test_a_bias_of_zeros_that_the_model_lacks_is_nothing(written) -> None:
     checkpoint = written("gptq")
     checkpoint.save(checkpoint.tensors | {f"{DOWN}.bias": torch.zeros(64)})
     load(checkpoint.path)
+
+
+# -- a stage with a checkpoint of its own --------------------------------------------------------------------------------
+
+
+def opened(base: LoadedModel, path: Path) -> StagedModel:
+    command = Load(model=str(path), cache_dir=str(path.parent / "cache"), device="cpu")
+    return StagedModel(
+        base.skeleton,
+        base.masters,
+        Cpu(),
+        budget_bytes=None,
+        kernels=load_kernels("cpu"),
+        sources=lambda word, told, stop: load_source(word, base, command, CpuDevice(1), told, stop),
+    )
+
+
+def apart(prefill: StagePolicy, decode: StagePolicy) -> Policy:
+    return Policy("apart", prefill, decode, storage="dual")
+
+
+def two_models(prefill: Any, decode: Any, ids: Tensor, new: int) -> Tensor:
+    """Logits [new, B, V] of one model's prompt and the other's answer over its cache, by transformers alone."""
+    with torch.inference_mode():
+        out = prefill(ids, use_cache=True)
+        logits = [out.logits[:, -1]]
+        for _ in range(new - 1):
+            out = decode(logits[-1].argmax(-1)[:, None], past_key_values=out.past_key_values, use_cache=True)
+            logits.append(out.logits[:, -1])
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+@pytest.mark.parametrize("norms", [False, True], ids=["", "other-norms"])
+def test_a_stage_reads_another_checkpoint_whole(which, norms, tiny_llama, written) -> None:
+    """Its linear weights, its norms where they differ, and its tied head."""
+    checkpoint = written("w4a16")
+    if norms:
+        tensors = checkpoint.tensors
+        for name in (
+            "model.layers.0.input_layernorm.weight",
+            "model.norm.weight",
+            "model.embed_tokens.weight",
+        ):
+            tensors[name] = tensors[name] * 1.5 + 0.1
+            checkpoint.model.get_parameter(name).data.copy_(tensors[name])
+        checkpoint.save(tensors)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    staged = opened(load(tiny_llama), checkpoint.path)
+    theirs = StagePolicy("int4", "model", 64, str(checkpoint.path))
+    policy = apart(theirs, StagePolicy()) if which == "prefill" else apart(StagePolicy(), theirs)
+    before = staged.session_resident_bytes
+    arm = staged.apply(policy, rows=[1, 9])
+    assert arm.warnings == []
+    assert arm.coverage[which].source == str(checkpoint.path)
+    assert arm.coverage["decode" if which == "prefill" else "prefill"].source == ""
+
+    packed = sum(q.numel() // 2 + q.numel() // 64 * 8 for q in checkpoint.numbers.values())
+    dense = sum(q.numel() * 4 for q in checkpoint.numbers.values())
+    embedding = 128 * 64 * 4 + 2 * 64 * 4 if norms else 0
+    assert arm.weights.stored_bytes == packed + dense and arm.weights.extra_bytes == packed
+    assert arm.weights.kept_bytes == staged.census.other_bytes + embedding
+    assert staged.session_resident_bytes == before + packed + dense + embedding
+
+    ids = ids_of(2, 9)
+    models = (checkpoint.model, plain) if which == "prefill" else (plain, checkpoint.model)
+    _, ours = run(arm, ids, 5)
+    wanted = two_models(*models, ids, 5)
+    assert (ours - wanted).norm() / wanted.norm() < 1e-4
+
+    uniform_arm = staged.apply(uniform(Format()), rows=[1, 9])
+    _, alone = run(uniform_arm, ids, 3)
+    assert (alone - two_models(plain, plain, ids, 3)).norm() / alone.norm() < 1e-4
+    staged.release([uniform_arm])
+    assert set(staged.store.sources) == {""} and staged.session_resident_bytes == before + dense
+
+
+def test_both_stages_of_two_quantized_checkpoints(tiny_llama, tmp_path) -> None:
+    first = Written(tiny_llama, tmp_path / "first", INT8, int8)
+    second = Written(tiny_llama, tmp_path / "second", GPTQ, gptq(32))
+    staged = opened(load(tiny_llama), tiny_llama)
+    policy = apart(
+        StagePolicy("int8", source=str(first.path)), StagePolicy("int4", "model", 32, str(second.path))
+    )
+    arm = staged.apply(policy, rows=[1, 9])
+    assert arm.warnings == []
+    ids = ids_of(1, 9)
+    _, ours = run(arm, ids, 4)
+    wanted = two_models(first.model, second.model, ids, 4)
+    assert (ours - wanted).norm() / wanted.norm() < 1e-4
+
+
+def test_a_source_of_another_model_is_refused_by_name(
+    tiny_llama, tiny_llama_untied, tiny_llama_72, tmp_path
+) -> None:
+    staged = opened(load(tiny_llama), tiny_llama)
+    for path, wrong in (
+        (tiny_llama_untied, "its output head is not tied to the embedding, the model's is tied"),
+        (tiny_llama_72, "num_attention_heads is 6, the model's is 4"),
+        (tmp_path / "nothing", "no such directory"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            staged.apply(apart(StagePolicy("int8", source=str(path)), StagePolicy("int8")), rows=[1, 9])
+        assert wrong in str(caught.value)
+    larger = tmp_path / "larger"
+    save_tiny(llama_config(intermediate_size=192), larger)
+    with pytest.raises(
+        UsageError, match=r"6 weights have other names or shapes than the model's: model\.layers\.0\.mlp"
+    ):
+        staged.apply(apart(StagePolicy("int8", source=str(larger)), StagePolicy("int8")), rows=[1, 9])
+    assert set(staged.store.sources) == {""}

@@ -68,6 +68,7 @@ class Coverage(msgspec.Struct, kw_only=True):
     kernels        linear layers by kernel
     runner         what runs the decoder layers: "inductor" (one compiled program) or "eager" (transformers' modules)
     runner_reason  why nothing better does; None where nothing better is known here
+    source         the checkpoint that the stage's weights come from; "" for the model itself
     """
 
     converted_parameters: int = 0
@@ -79,6 +80,7 @@ class Coverage(msgspec.Struct, kw_only=True):
     kernels: dict[str, int] = msgspec.field(default_factory=dict)
     runner: str = "eager"
     runner_reason: str | None = None
+    source: str = ""
 
 
 class Fallback(msgspec.Struct, kw_only=True):
