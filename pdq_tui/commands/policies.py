@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 import typer
@@ -12,7 +13,7 @@ import typer
 from pdq_tui import locations
 from pdq_tui.commands.common import columns, emit, say, tell
 from pdq_tui.core.catalog import Entry, find_policy, policies
-from pdq_tui.core.policy import Policy, parse_policy, policy_to_toml
+from pdq_tui.core.policy import STAGES, Policy, Stage, parse_policy, policy_to_toml
 from pdq_tui.errors import PdqError, UnfitError, UsageError
 
 app = typer.Typer(
@@ -132,6 +133,9 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     found: list[Policy] = [find_policy(name) for name in names]
+    for p in found:
+        for stage in STAGES:
+            _check_source(p, stage)
     if model is None:
         if as_json:
             emit(json.dumps([{**msgspec.to_builtins(p), "digest": p.digest} for p in found], indent=1))
@@ -161,3 +165,25 @@ def check(
         emit(table(predictions))
     if unfit is not None:
         raise unfit
+
+
+#: owner/name, as a hub writes it.
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def _check_source(policy: Policy, stage: Stage) -> None:
+    """Raises UsageError where a stage's source is neither a model's directory here nor a hub id. What is in it is told
+    when it is loaded."""
+    source = policy.stage(stage).source
+    folder = Path(source).expanduser()
+    if not source or source == "demo" or (folder.suffix == ".gguf" and folder.is_file()):
+        return
+    if folder.is_dir():
+        if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
+            raise UsageError(f"{policy.name}: {stage}.source: there is no config.json in {folder}")
+        return
+    if not _HUB_ID.fullmatch(source):
+        raise UsageError(
+            f"{policy.name}: {stage}.source: no such directory: {folder}",
+            "a model directory, from where the program is started, or a hub id",
+        )

@@ -185,6 +185,7 @@ def _model(facts: Facts) -> Json | None:
         "dtype": m.dtype,
         "family": m.family,
     }
+    put(out, "weights", m.weights, "the checkpoint is not quantized")
     put(out, "revision", m.revision, "not from a hub")
     put(out, "sha256", m.sha256, "the weights were not hashed")
     put(out, "load_peak_bytes", facts.load_peak_bytes, facts.load_peak_reason or "not measured")

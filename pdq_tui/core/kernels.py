@@ -229,7 +229,7 @@ def uses_of(policy: Policy, module: str, stage: Stage) -> tuple[Use, Use | None]
     transient = policy.storage == "transient" and can_be_transient(formats["prefill"], formats["decode"])
     uses = {s: Use(formats[s], transient and s == "prefill") for s in STAGES}
     mine, other = uses[stage], uses["decode" if stage == "prefill" else "prefill"]
-    same = not mine.format.dense and mine.format.storage_key == other.format.storage_key
+    same = not policy.apart and not mine.format.dense and mine.format.storage_key == other.format.storage_key
     return mine, other if same and mine != other else None
 
 

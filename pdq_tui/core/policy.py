@@ -46,9 +46,12 @@ MIXED: Final = ("split", "prefill", "decode")
 
 
 class StagePolicy(msgspec.Struct, frozen=True):
+    """``source``: a model directory or hub id that all of this stage's weights come from; "" for the model itself."""
+
     weights: str = "bf16"
     activations: str = "model"
     group_size: int = 0
+    source: str = ""
 
     @property
     def format(self) -> Format:
@@ -90,11 +93,19 @@ class Policy(msgspec.Struct, frozen=True):
     @property
     def digest(self) -> str:
         """12 hex digits of SHA-256 over everything but name and summary."""
-        body = msgspec.json.encode(msgspec.structs.replace(self, name="", summary=""), order="sorted")
-        return hashlib.sha256(body).hexdigest()[:12]
+        body = msgspec.to_builtins(msgspec.structs.replace(self, name="", summary=""))
+        for stage in STAGES:  # the digests of policies without one stay what they were
+            if not body[stage]["source"]:
+                del body[stage]["source"]
+        return hashlib.sha256(msgspec.json.encode(body, order="sorted")).hexdigest()[:12]
 
     def stage(self, stage: Stage) -> StagePolicy:
         return self.prefill if stage == "prefill" else self.decode
+
+    @property
+    def apart(self) -> bool:
+        """True where the stages read different checkpoints, and so share no byte."""
+        return self.prefill.source != self.decode.source
 
     @property
     def staged(self) -> bool:
@@ -122,10 +133,12 @@ class Policy(msgspec.Struct, frozen=True):
         ]
 
     def with_stage(self, stage: Stage, value: StagePolicy) -> Policy:
-        """The same policy with one stage replaced: named after what it does, marked unsaved with a trailing *."""
+        """The same policy with one stage replaced: named after what it does, marked unsaved with a trailing *. A stage
+        keeps its source unless the new one names another."""
+        value = msgspec.structs.replace(value, source=value.source or self.stage(stage).source)
         prefill = value if stage == "prefill" else self.prefill
         decode = value if stage == "decode" else self.decode
-        storage = stored_as(prefill.format, decode.format, self.storage)
+        storage = stored_as(prefill.format, decode.format, self.storage, prefill.source != decode.source)
         policy = msgspec.structs.replace(self, prefill=prefill, decode=decode, storage=storage)
         return msgspec.structs.replace(
             policy, name=policy.natural_name + "*", summary="unsaved, made in the app"
@@ -163,8 +176,11 @@ def can_be_transient(prefill: Format, decode: Format) -> bool:
     return prefill == decode and prefill.kind.groups and prefill.activations == "model"
 
 
-def stored_as(prefill: Format, decode: Format, declared: str) -> str:
-    """The storage class of two formats, where ``declared`` is what a policy said before: transient stays where it can."""
+def stored_as(prefill: Format, decode: Format, declared: str, apart: bool = False) -> str:
+    """The storage class of two formats, where ``declared`` is what a policy said before: transient stays where it can.
+    ``apart``: each stage has a checkpoint of its own."""
+    if apart:
+        return "dual"
     natural = natural_storage(prefill, decode)
     return declared if declared == "transient" and can_be_transient(prefill, decode) else natural
 
@@ -245,10 +261,6 @@ class _Reader:
         return value
 
     def format(self, table: dict[str, Any], prefix: str) -> Format:
-        if "source" in table:
-            raise self.fail(
-                prefix + "source", "weights from a checkpoint of their own are not supported by this version"
-            )
         weights = self.choice(table, "weights", WEIGHTS, "bf16", prefix)
         activations = self.choice(table, "activations", ACTIVATIONS, "model", prefix)
         group = table.get("group_size", default_of(weights).group_size)
@@ -260,6 +272,16 @@ class _Reader:
             key, message, hint = wrong
             raise self.fail(prefix + key, message, hint)
         return fmt
+
+    def source(self, table: dict[str, Any], prefix: str) -> str:
+        value = table.get("source", "")
+        if not isinstance(value, str) or (not value.strip() and "source" in table):
+            raise self.fail(
+                prefix + "source",
+                f"{value!r} is not a legal value",
+                "a model directory or a hub id; leave it out for the model itself",
+            )
+        return value
 
     def kv(self, doc: dict[str, Any]) -> KvPolicy:
         table = self.table(doc, "kv", _KV)
@@ -322,10 +344,18 @@ def parse_policy(text: str, origin: str = "policy") -> Policy:
     name = r.text(doc, "name", "")
     if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
         raise r.fail("name", f"{name!r} is not a legal name", "letters, digits, - _ and . (not first)")
-    prefill = r.format(r.table(doc, "prefill", _STAGE), "prefill.")
-    decode = r.format(r.table(doc, "decode", _STAGE), "decode.")
-    storage = r.choice(doc, "storage", STORAGE, natural_storage(prefill, decode))
-    needed = stored_as(prefill, decode, storage)
+    tables = {stage: r.table(doc, stage, _STAGE) for stage in STAGES}
+    prefill, decode = (r.format(tables[stage], f"{stage}.") for stage in STAGES)
+    sources = [r.source(tables[stage], f"{stage}.") for stage in STAGES]
+    apart = sources[0] != sources[1]
+    storage = r.choice(doc, "storage", STORAGE, "dual" if apart else natural_storage(prefill, decode))
+    needed = stored_as(prefill, decode, storage, apart)
+    if apart and storage != needed:
+        raise r.fail(
+            "storage",
+            f"is {storage!r}, but stages with different sources share no byte: they are 'dual'",
+            'write storage = "dual"',
+        )
     if storage == "transient" != needed:
         raise r.fail(
             "storage",
@@ -343,8 +373,8 @@ def parse_policy(text: str, origin: str = "policy") -> Policy:
     return Policy(
         name=name,
         summary=r.text(doc, "summary", ""),
-        prefill=StagePolicy(prefill.weights, prefill.activations, prefill.group_size),
-        decode=StagePolicy(decode.weights, decode.activations, decode.group_size),
+        prefill=StagePolicy(prefill.weights, prefill.activations, prefill.group_size, sources[0]),
+        decode=StagePolicy(decode.weights, decode.activations, decode.group_size, sources[1]),
         storage=storage,
         on_fallback=r.choice(doc, "on_fallback", ON_FALLBACK, "warn"),
         on_misfit=r.choice(doc, "on_misfit", ON_MISFIT, "smaller-group"),
@@ -377,7 +407,10 @@ def policy_to_toml(policy: Policy) -> str:
     doc["on_misfit"] = policy.on_misfit
     doc["on_misfit"].comment(f"{' | '.join(ON_MISFIT)}: when a group size does not divide a layer")
     for stage in STAGES:
-        doc[stage] = _filled(tomlkit.table(), policy.stage(stage).format)
+        table = _filled(tomlkit.table(), policy.stage(stage).format)
+        if policy.stage(stage).source:
+            table["source"] = policy.stage(stage).source
+        doc[stage] = table
     kv = tomlkit.table()
     kv.update({"prefill": policy.kv.prefill, "decode": policy.kv.decode, "convert": policy.kv.convert})
     if policy.kv.keys != "token":

@@ -80,6 +80,10 @@ def predict(
     )
     notes += [f"{policy.name}: {text}" for text in policy.unmatched(x.name for x in shapes.linears)]
     meant = "" if capability else f" for {_PLAIN[table.device]}"
+    if policy.prefill.source or policy.decode.source:
+        notes.append(
+            "a stage's own source is taken to have the model's shapes, and weights that are not quantized"
+        )
     notes.append(f"from shapes alone{meant}: the engine's plan with the real device has the last word")
     kv, geometry = policy.kv, shapes.kv
     if geometry is not None:
@@ -160,6 +164,7 @@ def _stage(
     formats: dict[str, int] = {}
     left: dict[str, list[Linear]] = {}
     converted = converted_bytes = 0
+    source = policy.stage(stage).source
     for layer in shapes.linears:
         wanted = policy.format_for(layer.name, stage)
         _runs(wanted, policy, stage, shapes, table, capability)
@@ -176,7 +181,8 @@ def _stage(
         if not (layer.tied and used.dense):  # a tied head is the embedding's bytes
             for part, _ in stored_parts(used):
                 one = own_bytes(part, layer.N, layer.K, shapes.dtype_bytes, layout)
-                packed[layer.name, part.storage_key] = one * layer.experts
+                key = f"{part.storage_key}@{source}" if source else part.storage_key
+                packed[layer.name, key] = one * layer.experts
     prediction = StagePrediction(
         bytes=sum(packed.values()),
         converted_parameters=converted,

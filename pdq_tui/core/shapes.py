@@ -68,6 +68,11 @@ def read_shapes(folder: Path) -> Shapes:
     if not folder.is_dir():
         raise UsageError(f"no such directory: {folder}", "--model takes a local model directory")
     config = _config(folder / "config.json")
+    if config.get("quantization_config") or config.get("compression_config"):
+        raise UsageError(
+            f"{folder.name}: this checkpoint is already quantized: nothing is predicted from its headers",
+            "the engine reads it: load it, and the coverage tells",
+        )
     tensors: dict[str, tuple[str, list[int]]] = {}
     files = sorted(folder.glob("*.safetensors"))
     if not files:

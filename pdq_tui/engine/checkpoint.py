@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors import safe_open
 
+from pdq_tui.core.formats import Format
+from pdq_tui.engine.formats.imported import Imported
 from pdq_tui.errors import PdqError, UsageError
 
 INDEX = "model.safetensors.index.json"
@@ -86,12 +88,6 @@ def inspect(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise UsageError(f"no such directory: {path}")
     config = _config(path)
-    method = _quantized(config)
-    if method is not None:
-        raise UsageError(
-            f"{path.name}: this checkpoint is already quantized ({method}); policies start from unquantized weights",
-            "use the model's unquantized checkpoint",
-        )
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise UsageError(
             f"{path}: there is no tokenizer",
@@ -124,13 +120,6 @@ def _config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UsageError(f"{file} holds no JSON object")
     return config
-
-
-def _quantized(config: Mapping[str, Any]) -> str | None:
-    found = config.get("quantization_config") or config.get("compression_config")
-    if not found:
-        return None
-    return str(found.get("quant_method") or "unknown method") if isinstance(found, dict) else "unknown method"
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -202,7 +191,8 @@ def _header(file: Path) -> dict[str, Stored]:
 
 
 class Masters(Protocol):
-    """The unquantized weights, by the parameter's name in the model."""
+    """The weights that formats are made from, by the parameter's name in the model: unquantized, or as a quantized
+    checkpoint holds them."""
 
     def names(self) -> Sequence[str]: ...
     def get(self, name: str) -> torch.Tensor: ...
@@ -212,6 +202,14 @@ class Masters(Protocol):
 
     def shared(self, name: str) -> bool:
         """True where ``get`` hands out memory that stays anyway, not a copy made for the caller."""
+        ...
+
+    def format(self, name: str) -> Format | None:
+        """What the checkpoint itself holds this linear weight in; None where it is not quantized."""
+        ...
+
+    def imported(self, name: str) -> Imported | None:
+        """Its numbers, where ``format`` names one; ``get`` dequantizes them."""
         ...
 
     def files(self) -> Sequence[Path]:
@@ -238,8 +236,12 @@ class MappedMasters:
         return list(self._open)
 
     def get(self, name: str) -> torch.Tensor:
-        """The tensor as the file holds it (linear layers: [N, K]). Raises KeyError for a name that is not there."""
-        stored = self._aliases.get(name, name)
+        """The tensor in the model's dtype (linear layers: [N, K]). Raises KeyError for a name that is not there."""
+        tensor = self.raw(self._aliases.get(name, name))
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def raw(self, stored: str) -> torch.Tensor:
+        """The tensor of the files, in their dtype."""
         file = self._tensors[stored].file
         if file not in self._open:
             try:
@@ -249,10 +251,16 @@ class MappedMasters:
             except MemoryError as error:  # the library does not say how much it asked for
                 raise MemoryError(f"unable to mmap {file.stat().st_size} bytes from {file}") from error
         tensor: torch.Tensor = self._open[file].get_tensor(stored)
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        return tensor
 
     def part(self, name: str, index: int) -> torch.Tensor:
         return self.get(name)[index]
+
+    def format(self, name: str) -> Format | None:
+        return None
+
+    def imported(self, name: str) -> Imported | None:
+        return None
 
     def shared(self, name: str) -> bool:
         return DTYPES.get(self._tensors[self._aliases.get(name, name)].dtype) == self._dtype
@@ -272,6 +280,12 @@ class HeldMasters:
 
     def part(self, name: str, index: int) -> torch.Tensor:
         return self._tensors[name][index]
+
+    def format(self, name: str) -> Format | None:
+        return None
+
+    def imported(self, name: str) -> Imported | None:
+        return None
 
     def shared(self, name: str) -> bool:
         return True

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
@@ -28,6 +29,7 @@ from pdq_tui.engine.cancel import check, interruptible
 from pdq_tui.engine.census import packable
 from pdq_tui.engine.checkpoint import Checkpoint, HeldMasters, MappedMasters, Masters, few, inspect
 from pdq_tui.engine.device import Device
+from pdq_tui.engine.quantized import Quantized, QuantizedMasters, check_layers, read_quantized
 from pdq_tui.errors import PdqError, UsageError
 
 # transformers ships no types for its factories.
@@ -81,12 +83,19 @@ def load_model(command: Load, device: Device, progress: Progress, cancelled: Can
     check(cancelled)
     progress(0, None, f"{source.id}: checking the files")
     checkpoint = interruptible(lambda: inspect(source.path), cancelled)
+    quantized = interruptible(lambda: read_quantized(checkpoint), cancelled)
     dtype = _dtype(command.dtype, checkpoint)
     config = interruptible(lambda: _config(checkpoint, command), cancelled)
     progress(0, None, f"{source.id}: reading the tokenizer")
     tokenizer = interruptible(lambda: _tokenizer(checkpoint, command), cancelled)
     notes = list(source.notes)
-    skeleton, masters = _mapped(checkpoint, config, dtype, command, device, progress, cancelled)
+    skeleton, masters = _mapped(checkpoint, quantized, config, dtype, command, device, progress, cancelled)
+    if skeleton is None and quantized is not None:
+        raise UsageError(
+            f"{source.id}: this checkpoint is already quantized ({quantized.method}), and its names differ from the"
+            " model's (experts, or code of its own): it would have to be dequantized whole",
+            "use the model's unquantized checkpoint",
+        )
     if skeleton is None:
         skeleton, masters = _held(checkpoint, dtype, command, device, progress, cancelled)
         notes.append(
@@ -98,13 +107,57 @@ def load_model(command: Load, device: Device, progress: Progress, cancelled: Can
     digest, digest_note = interruptible(checkpoint.sha256, cancelled)
     notes.extend([digest_note] if digest_note else [])
     notes.extend(_left_over(checkpoint, skeleton))
+    weights = None
+    if quantized is not None:
+        weights = quantized.words(sorted(packable(skeleton)))
+        notes.extend([f"its files hold {weights}", *quantized.notes, *quantized.rounding(dtype)])
+    info = _info(source, skeleton, masters, tokenizer, dtype, digest, notes)
+    info.weights = weights
     return LoadedModel(
         skeleton=skeleton,
         masters=masters,
         tokenizer=tokenizer,
-        info=_info(source, skeleton, masters, tokenizer, dtype, digest, notes),
+        info=info,
         eos=_eos(checkpoint.path, skeleton, tokenizer),
     )
+
+
+#: What makes two configurations compute differently on the same weights.
+_ARITHMETIC: Final = (
+    "model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps",
+    "layer_norm_eps", "layer_norm_epsilon", "hidden_act", "hidden_activation", "activation_function", "sliding_window",
+    "layer_types", "attn_logit_softcapping", "final_logit_softcapping", "num_experts_per_tok", "norm_topk_prob",
+)  # fmt: skip
+
+
+def load_source(
+    word: str, model: LoadedModel, command: Load, device: Device, progress: Progress, cancelled: Cancel
+) -> tuple[Any, Masters]:
+    """(skeleton, masters) of another checkpoint of the same model, in the model's dtype. Raises UsageError where its
+    configuration is another's, PdqError, Cancelled."""
+    source = resolve(
+        msgspec.structs.replace(command, model=word, source=None, revision=None), progress, cancelled
+    )
+    checkpoint = interruptible(lambda: inspect(source.path), cancelled)
+    quantized = interruptible(lambda: read_quantized(checkpoint), cancelled)
+    config = interruptible(lambda: _config(checkpoint, command), cancelled)
+    ours, theirs = model.skeleton.config.get_text_config(), config.get_text_config()
+    for key in _ARITHMETIC:
+        mine, other = getattr(ours, key, None), getattr(theirs, key, None)
+        if mine != other:
+            raise UsageError(
+                f"{word}: {key} is {other!r}, the model's is {mine!r}",
+                "a stage's source has to be a checkpoint of the same model",
+            )
+    dtype = DTYPES[model.info.dtype]
+    skeleton, masters = _mapped(checkpoint, quantized, config, dtype, command, device, progress, cancelled)
+    if skeleton is None or masters is None:
+        raise UsageError(
+            f"{word}: its names or shapes are not the model's, or it brings code of its own",
+            "a stage's source has to be safetensors files of the same model",
+        )
+    skeleton.eval().requires_grad_(False)
+    return skeleton, masters
 
 
 # -- where the files are ------------------------------------------------------------------------------------------------
@@ -218,6 +271,7 @@ def _eos(path: Path, skeleton: Any, tokenizer: Any) -> frozenset[int]:
 
 def _mapped(
     checkpoint: Checkpoint,
+    quantized: Quantized | None,
     config: Any,
     dtype: torch.dtype,
     command: Load,
@@ -228,6 +282,9 @@ def _mapped(
     """(skeleton, masters over the files), or (None, None) where names or shapes differ, or code is not ours."""
     if not checkpoint.tensors or command.trust_remote_code:
         return None, None
+    for settings in ("quantization_config", "compression_config"):  # what is read of them is read here
+        if hasattr(config, settings):
+            delattr(config, settings)
     try:
         with init_empty_weights(include_buffers=False):
             model = _AUTO.from_config(config, dtype=dtype)
@@ -239,14 +296,22 @@ def _mapped(
         return None, None
     model.tie_weights()
     groups = _parameter_groups(model)
+    held = quantized.layers if quantized is not None else {}
     stored: dict[str, str] = {}
     for names, parameter in groups:
+        if any(name in held for name in names):
+            continue
         name = next((n for n in names if n in checkpoint.tensors), None)
         if name is None or checkpoint.tensors[name].shape != tuple(parameter.shape):
             return None, None
         stored.update(dict.fromkeys(names, name))
     aliases = {name: file_name for name, file_name in stored.items() if name != file_name}
     masters = MappedMasters(checkpoint, dtype, aliases)
+    if quantized is not None:
+        known = [name for names, _ in groups for name in names]
+        raw, linears = masters.raw, _plain_linears(model)
+        interruptible(lambda: check_layers(quantized, linears, known, checkpoint, raw), cancelled)
+        masters = QuantizedMasters(checkpoint, quantized, dtype, aliases)
     linear = packable(model)
     wanted = [names for names, _ in groups if not linear.issuperset(names)]
     for done, names in enumerate(wanted):
@@ -258,6 +323,18 @@ def _mapped(
     model.tie_weights()
     _move_buffers(model, masters, device)
     return model, masters
+
+
+def _plain_linears(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes [N, K] of the linear layers that no other module shares its weight with, by the parameter's name."""
+    linear = packable(model)
+    return {
+        names[0]: tuple(parameter.shape)
+        for names, parameter in _parameter_groups(model)
+        if len(names) == 1
+        and names[0] in linear
+        and isinstance(model.get_submodule(names[0].rpartition(".")[0]), nn.Linear)
+    }
 
 
 def _left_over(checkpoint: Checkpoint, model: Any) -> list[str]:

@@ -6,6 +6,7 @@ the model's dtype.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from pdq_tui.core.kernels import Candidate, Capability, KernelTable, uses_of
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.protocol import Coverage, Fallback, LeftModule, WeightsInfo
 from pdq_tui.engine.census import Census, Fused, Layer
+from pdq_tui.engine.formats.imported import holds
 from pdq_tui.engine.formats.packed import DTYPE_NAMES, Spec, dense_dtype
 from pdq_tui.engine.kernels import ProbeKey
 from pdq_tui.errors import OTHER_FORMAT, UnfitError, UsageError
@@ -164,6 +166,7 @@ class Planner:
             )
             left = kept + (", and it is the input embedding" if layer.tied else "")
         nowhere = False
+        source = policy.stage(stage).source
         own = DTYPE_NAMES[self.dtype]
         bad = {name: why for (name, d, n, kk), why in broken.items() if (d, n, kk) == (own, layer.N, layer.K)}
         used, k, reason = fit_groups(wanted, layer.K, policy.on_misfit)
@@ -176,7 +179,9 @@ class Planner:
                 use, layer.N, k, rows, self._dtype_name(used), self.capability, bad, beside
             )
             if choice.candidate is not None:
-                spec = Spec(used, choice.candidate.layout, layer.N, layer.K, k, self.dtype, layer.experts)
+                spec = Spec(
+                    used, choice.candidate.layout, layer.N, layer.K, k, self.dtype, layer.experts, source
+                )
                 missed = choice.passed_over[1] if choice.passed_over else None
                 return Placement(layer, stage, rows, wanted, spec, choice.candidate, left, reason or missed)
             refusal = self.table.refusal(used, self._dtype_name(used), self.capability)
@@ -188,7 +193,9 @@ class Planner:
         choice = self.table.choose(dense, layer.N, layer.K, rows, own, self.capability, broken=bad)
         if choice.candidate is None:
             raise UnfitError(f"{layer.name}: nothing multiplies it here: {'; '.join(choice.reasons)}")
-        spec = Spec(dense, choice.candidate.layout, layer.N, layer.K, layer.K, self.dtype, layer.experts)
+        spec = Spec(
+            dense, choice.candidate.layout, layer.N, layer.K, layer.K, self.dtype, layer.experts, source
+        )
         return Placement(layer, stage, rows, wanted, spec, choice.candidate, reason, reason, nowhere)
 
 
@@ -262,7 +269,12 @@ def weights_of(
             if (
                 p.layer.head
                 and _plain(p)
-                and all(_plain(q) for s in STAGES for q in by_stage[s] if q.layer is p.layer)
+                and all(
+                    _plain(q) and q.spec.source == p.spec.source
+                    for s in STAGES
+                    for q in by_stage[s]
+                    if q.layer is p.layer
+                )
             ):
                 if not p.layer.tied and stage == "prefill":
                     kept += p.spec.nbytes
@@ -325,3 +337,20 @@ def warnings_of(policy: Policy, coverage: Mapping[str, Coverage]) -> list[str]:
             why = f": {biggest.module}: {biggest.reason}" if biggest else ""
             found.append(f"partial: {share:.0%} of the weights converted in {stage}{why}")
     return found
+
+
+def requantized(placements: Iterable[Placement], held: Callable[[Layer, Spec], Format | None]) -> list[str]:
+    """A sentence for each format that is not what the checkpoint itself holds. ``held``: its format of a layer, None where
+    it is not quantized."""
+    found: Counter[tuple[str, str, str, bool]] = Counter()
+    for p in placements:
+        have = held(p.layer, p.spec)
+        if have is not None and not holds(have, p.spec.parts[0].fmt):
+            label = p.spec.fmt.label if not p.spec.fmt.dense else DTYPE_NAMES[p.spec.stored_dtype]
+            found[p.stage, have.label, label, p.spec.fmt.dense] += 1
+    return [
+        f"{stage}: {count} layers are dequantized from the checkpoint's {have} to {label}"
+        if dense
+        else f"{stage}: {count} layers are quantized a second time, from the checkpoint's {have} to {label}"
+        for (stage, have, label, dense), count in found.items()
+    ]

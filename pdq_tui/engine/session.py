@@ -24,7 +24,7 @@ from pdq_tui.engine.canary import Canaries
 from pdq_tui.engine.cancel import Cancelled, check
 from pdq_tui.engine.channel import Inbox
 from pdq_tui.engine.device import Device, open_device
-from pdq_tui.engine.loader import LoadedModel, load_model
+from pdq_tui.engine.loader import LoadedModel, load_model, load_source
 from pdq_tui.engine.peaks import peaks
 from pdq_tui.engine.prompts import prepare
 from pdq_tui.engine.runner import Arm, RequestFailedError
@@ -199,6 +199,7 @@ class Session:
                     kernels=self._kernels(device, info, command.tuned),
                     attention_name=command.attention,
                     layers=command.layers,
+                    sources=lambda word, told, stop: load_source(word, model, command, device, told, stop),
                 )
         except Cancelled:
             return

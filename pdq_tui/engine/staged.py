@@ -39,13 +39,17 @@ from pdq_tui.engine.plan import (
     Planner,
     coverage_of,
     fallbacks_of,
+    requantized,
     warnings_of,
     weights_of,
 )
 from pdq_tui.engine.recorded import UncompiledError
 from pdq_tui.engine.views import Caller, copy_shell
-from pdq_tui.engine.weights import HEADROOM_BYTES, Key, Progress, WeightStore
+from pdq_tui.engine.weights import HEADROOM_BYTES, Key, Progress, SourceWeights, WeightStore
 from pdq_tui.errors import UnfitError, UsageError
+
+#: A stage's ``source`` → (its skeleton like the model's, its masters). Raises PdqError, Cancelled.
+OpenSource = Callable[[str, Progress, Callable[[], bool]], tuple[PreTrainedModel, Masters]]
 
 
 class ModelDevice(Protocol):
@@ -66,6 +70,7 @@ class StagedModel:
     masters    the unquantized weights by parameter name, in the checkpoint's own layout (GPT-2's Conv1D: [K, N]).
     attention  "pdq" (this engine's own), or a transformers implementation ("sdpa", "eager") for both stages.
     layers     "auto": decoder layers run as the kernel table says; "eager": always transformers' modules.
+    sources    opens the checkpoint that a stage names; None: there is none to be had.
     Raises UnfitError for models whose cache or attention this engine does not implement.
     """
 
@@ -79,6 +84,7 @@ class StagedModel:
         kernels: KernelTable,
         attention_name: str = "pdq",
         layers: str = "eager",
+        sources: OpenSource | None = None,
     ) -> None:
         attention.register()
         experts.register()
@@ -98,6 +104,7 @@ class StagedModel:
             if parameters[layer.parameter].device == device.torch_device
         }
         self._parameters = parameters
+        self._open_source = sources
         self.store = WeightStore(masters, device.torch_device, budget_bytes, own)
         self.kv = KvShape(skeleton.config, self.dtype)
         self.caches = KvPool(self.kv, device.torch_device, own_attention=attention_name == "pdq")
@@ -123,6 +130,7 @@ class StagedModel:
         Raises PdqError where the policy is refused: nothing runs it here, or ``hard`` / on_fallback = "fail" and
         something would not be as the policy says.
         """
+        self._open(policy, lambda *_: None, lambda: False)
         self.caches.check(policy.kv, policy.name)
         by_stage = self._placements(policy, rows)
         wanted = _wanted(by_stage)
@@ -130,6 +138,8 @@ class StagedModel:
         coverage: dict[str, Coverage] = {
             s: coverage_of(by_stage[s], self.census.fused, dtype) for s in STAGES
         }
+        for stage in STAGES:
+            coverage[stage].source = policy.stage(stage).source
         placements = [*by_stage["prefill"], *by_stage["decode"]]
         fallbacks = fallbacks_of(placements)
         warnings = warnings_of(policy, coverage)
@@ -143,8 +153,11 @@ class StagedModel:
             )
         if warnings and hard:
             raise UnfitError(f"{policy.name}: {warnings[0]}", "leave out --hard to allow it")
+        warnings += requantized(placements, self.store.format)
         warnings += policy.unmatched(placement.layer.name for placement in by_stage["prefill"])
         weights = weights_of(by_stage, self.census, coverage)
+        used = {policy.stage(stage).source for stage in STAGES}
+        weights.kept_bytes += sum(self.store.sources[source].other_bytes for source in used)
         new = self.store.new_bytes(wanted)
         weights.session_resident_bytes = self.session_resident_bytes + new
         misfits = [
@@ -181,6 +194,7 @@ class StagedModel:
         """
         rows = list(rows)
         progress = progress or (lambda *_: None)
+        self._open(policy, progress, cancelled)
         self.planner.probe(policy, cancelled, progress)
         plan = self.plan(policy, rows, hard=hard)
         wanted = _wanted(self._placements(policy, rows))
@@ -203,6 +217,8 @@ class StagedModel:
                 self._arms.discard(arm)
                 arm.drop()
         self.store.keep_only({key for arm in keep for key in arm.keys})
+        used = {"", *(arm.policy.stage(stage).source for arm in keep for stage in STAGES)}
+        self.store.sources = {name: source for name, source in self.store.sources.items() if name in used}
         self.caches.clear()
         self.scratch.clear()
         self.give_back()
@@ -211,12 +227,59 @@ class StagedModel:
         """Return to the system what packing left behind: free pages of the heap, and the checkpoint's pages that were
         read. What an arm still reads of them comes back with its next pass."""
         gc.collect()
-        self.device.empty_cache(self.store.masters.files())
+        self.device.empty_cache(self.store.files())
 
     @property
     def session_resident_bytes(self) -> int:
         """The model's own tensors and everything packed or taken from the masters, of all arms."""
-        return self.census.other_bytes + self.store.nbytes
+        others = sum(source.other_bytes for source in self.store.sources.values())
+        return self.census.other_bytes + others + self.store.nbytes
+
+    def _open(self, policy: Policy, progress: Progress, cancelled: Callable[[], bool]) -> None:
+        """Open what the policy's stages name and is not open yet. Raises PdqError, Cancelled."""
+        for stage in STAGES:
+            source = policy.stage(stage).source
+            if source in self.store.sources:
+                continue
+            if self._open_source is None:
+                raise UnfitError(f"{policy.name}: {stage}: no other checkpoint can be opened here", None)
+            model, masters = self._open_source(source, progress, cancelled)
+            self.store.sources[source] = self._compared(source, model, masters)
+
+    def _compared(self, source: str, model: PreTrainedModel, masters: Masters) -> SourceWeights:
+        """What of another checkpoint is not the model's own, kept once where it is. Raises UsageError where it is another
+        model."""
+        theirs = dict(model.named_parameters(remove_duplicate=False))
+        shapes = [{n: tuple(p.shape) for n, p in each.items()} for each in (self._parameters, theirs)]
+        strange = sorted(n for n in {**shapes[0], **shapes[1]} if shapes[0].get(n) != shapes[1].get(n))
+        if strange:
+            raise UsageError(
+                f"{source}: {len(strange)} weights have other names or shapes than the model's: {', '.join(strange[:4])}",
+                "a stage's source has to be a checkpoint of the same model",
+            )
+        tied = [
+            each.get_output_embeddings().weight is each.get_input_embeddings().weight  # type: ignore[no-untyped-call]
+            for each in (self.skeleton, model)
+        ]
+        if tied[0] != tied[1]:
+            raise UsageError(
+                f"{source}: its output head is {'tied' if tied[1] else 'not tied'} to the embedding, the model's is"
+                f" {'tied' if tied[0] else 'not tied'}",
+                "a stage's source has to be a checkpoint of the same model",
+            )
+        here = {n: p for n, p in theirs.items() if p.device == self.device.torch_device}
+        linear = {layer.parameter: layer for layer in self.census.layers if not layer.tied}
+        others: dict[str, nn.Parameter] = {}
+        for name, parameter in here.items():
+            mine = self._parameters[name]
+            if name not in linear and not (mine.device == parameter.device and torch.equal(mine, parameter)):
+                others[name] = parameter
+        own = {
+            layer.name: others.get(layer.parameter, self._parameters[layer.parameter]).detach()
+            for layer in self.census.layers
+            if layer.tied
+        }
+        return SourceWeights(masters, own, others)
 
     def _placements(self, policy: Policy, rows: Iterable[int]) -> dict[Stage, list[Placement]]:
         counts = sorted(set(rows)) or [1]
@@ -249,7 +312,10 @@ class StagedModel:
         view = self._views.get(key)
         if view is None:
             linears = {p.layer.name: self._linear(p) for p in placements}
-            view = View(copy_shell(self.skeleton, linears, implementation), placements, "eager", reason)
+            others = self.store.sources[policy.stage(stage).source].others
+            view = View(
+                copy_shell(self.skeleton, linears, implementation, others), placements, "eager", reason
+            )
             if runner == "inductor":
                 self._compile(view, rows, progress, cancelled)
             self._views[key] = view
@@ -333,7 +399,9 @@ class StagedModel:
         if isinstance(packed, PackedStack):
             parts = [make(part, None, self.scratch).eval() for part in packed.parts]
             return experts.ExpertLinears(parts, p.layer.N)
-        bias = self._parameters.get(f"{p.layer.name}.bias")
+        others = self.store.sources[p.spec.source].others
+        name = f"{p.layer.name}.bias"
+        bias = others.get(name, self._parameters.get(name))
         layer: nn.Module = make(packed, None if bias is None else bias.detach(), self.scratch)
         return layer.eval()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,9 +15,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from pdq_tui.engine import experts
 
 
-def copy_shell(model: PreTrainedModel, linears: Mapping[str, nn.Module], attention: str) -> PreTrainedModel:
+def copy_shell(
+    model: PreTrainedModel,
+    linears: Mapping[str, nn.Module],
+    attention: str,
+    others: Mapping[str, nn.Parameter] = MappingProxyType({}),
+) -> PreTrainedModel:
     """A model with the same parameters, buffers and hooks, ``linears`` in place of the modules, or of the parameters, of
-    these dotted names.
+    these dotted names, and ``others`` in place of the parameters of theirs.
 
     The view has configs of its own, which name ``attention``; no tensor is copied.
     """
@@ -41,6 +47,10 @@ def copy_shell(model: PreTrainedModel, linears: Mapping[str, nn.Module], attenti
         mine = copy.copy(module)
         modules[id(module)] = mine
         mine._parameters = dict(module._parameters)
+        for leaf in mine._parameters:
+            other = others.get(f"{name}.{leaf}" if name else leaf)
+            if other is not None:
+                mine._parameters[leaf] = other
         mine._buffers = dict(module._buffers)
         mine._modules = {
             child_name: None

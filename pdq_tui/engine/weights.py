@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pdq_tui.core.formats import Format
 from pdq_tui.engine.census import Layer
 from pdq_tui.engine.checkpoint import Masters
+from pdq_tui.engine.formats.imported import Imported, holds, repack
 from pdq_tui.engine.formats.pack import pack, pack_stack
 from pdq_tui.engine.formats.packed import Packed, PackedStack, Spec
 from pdq_tui.errors import UnfitError
@@ -23,15 +27,31 @@ Progress = Callable[[float, float | None, str], None]
 HEADROOM_BYTES: Final = 64 << 20
 
 
+@dataclass(frozen=True)
+class SourceWeights:
+    """Where the weights of a model, or of a stage with a checkpoint of its own, come from.
+
+    own     by layer: weights that the skeleton holds on the device itself (tied heads), used instead of the masters.
+    others  by name: parameters beside the linear weights that are not the model's own; empty for the model.
+    """
+
+    masters: Masters
+    own: Mapping[str, Tensor]
+    others: Mapping[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def other_bytes(self) -> int:
+        return sum({id(p): p.nbytes for p in self.others.values()}.values())
+
+
 class WeightStore:
-    """Holds what is packed. ``own``: by layer, weights that the skeleton holds on the device itself (tied heads): they are
-    used instead of the masters."""
+    """Holds what is packed. ``sources``: by name, "" for the model itself."""
 
     def __init__(
         self, masters: Masters, device: torch.device, budget_bytes: int | None, own: Mapping[str, Tensor]
     ) -> None:
         self.masters, self.device, self.budget_bytes = masters, device, budget_bytes
-        self._own = own
+        self.sources = {"": SourceWeights(masters, own)}
         self._entries: OrderedDict[Key, Packed | PackedStack] = OrderedDict()
 
     def __contains__(self, key: Key) -> bool:
@@ -44,7 +64,9 @@ class WeightStore:
     @property
     def nbytes(self) -> int:
         """Everything held, dense masters in use included, the model's own (tied) tensors not."""
-        return sum(p.nbytes for (name, _), p in self._entries.items() if p.ours or name not in self._own)
+        return sum(
+            p.nbytes for (name, _), p in self._entries.items() if p.ours or name not in self.sources[""].own
+        )
 
     @property
     def packed_bytes(self) -> int:
@@ -68,7 +90,9 @@ class WeightStore:
         """True where the dense weight is the master (or the model's own tensor) itself and costs nothing."""
         if not spec.fmt.dense or spec.stored_dtype != spec.dtype or layer.conv1d:
             return False
-        return layer.name in self._own or (self.device.type == "cpu" and self.masters.shared(layer.parameter))
+        source = self.sources[spec.source]
+        on_cpu = self.device.type == "cpu"
+        return layer.name in source.own or (on_cpu and source.masters.shared(layer.parameter))
 
     def check_fit(
         self, new_bytes: int, live: Iterable[Key], free_bytes: int | None, beside_bytes: int = 0
@@ -114,13 +138,18 @@ class WeightStore:
             progress(done, total, f"{spec.fmt.label} {layer.name}")
             shared = self.shares(layer, spec)
             base = self._base(layer, spec)
-            if spec.stack:
+            held = self.imported(layer, spec)
+            if held is not None:
+                self._entries[key] = repack(spec, held, self.device, cancelled)
+            elif spec.stack:
                 assert base is None or isinstance(base, PackedStack)
-                masters = partial(self.master, layer)
+                masters = partial(self.master, layer, source=spec.source)
                 self._entries[key] = pack_stack(spec, masters, self.device, cancelled, shared, base)
             else:
                 assert base is None or isinstance(base, Packed)
-                self._entries[key] = pack(spec, self.master(layer), self.device, cancelled, shared, base)
+                self._entries[key] = pack(
+                    spec, self.master(layer, source=spec.source), self.device, cancelled, shared, base
+                )
             done += spec.own_bytes
         if missing:
             progress(total, total, "packed")
@@ -131,15 +160,29 @@ class WeightStore:
         below = spec.parts[:-1]
         return self._entries[layer.name, below[-1].key] if below else None
 
-    def master(self, layer: Layer, expert: int | None = None) -> Tensor:
+    def imported(self, layer: Layer, spec: Spec) -> Imported | None:
+        """The checkpoint's own numbers, where it holds them in this very format."""
+        have = self.format(layer, spec)
+        masters = self.sources[spec.source].masters
+        return masters.imported(layer.parameter) if have and holds(have, spec.fmt) else None
+
+    def format(self, layer: Layer, spec: Spec) -> Format | None:
+        """What the checkpoint that ``spec`` is made from holds the layer in; None where it is not quantized."""
+        return self.sources[spec.source].masters.format(layer.parameter)
+
+    def files(self) -> list[Path]:
+        return [file for source in self.sources.values() for file in source.masters.files()]
+
+    def master(self, layer: Layer, expert: int | None = None, *, source: str = "") -> Tensor:
         """[N, K] in the model's dtype, a view where the parameter is kept [K, N]; of ``expert`` where there are several."""
-        own = self._own.get(layer.name)
+        masters = self.sources[source].masters
+        own = self.sources[source].own.get(layer.name)
         if own is not None:
             weight = own if expert is None else own[expert]
         elif expert is None:
-            weight = self.masters.get(layer.parameter)
+            weight = masters.get(layer.parameter)
         else:
-            weight = self.masters.part(layer.parameter, expert)
+            weight = masters.part(layer.parameter, expert)
         return weight.t() if layer.conv1d else weight
 
     def keep_only(self, keys: Iterable[Key]) -> None:

@@ -349,6 +349,8 @@ def facts(doc: Json) -> list[tuple[str, str]]:
         count = model.get("parameters") or 0
         size = f"{count / 1e6:.0f} M parameters" if count >= 1e6 else f"{count} parameters" if count else ""
         found.append(("model", _join(model.get("id"), model.get("dtype"), size, identity)))
+        if model.get("weights"):
+            found.append(("its weights", str(model["weights"])))
     if device:
         memory = format_bytes(device["memory"]) if device.get("memory") else ""
         threads = (

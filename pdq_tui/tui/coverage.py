@@ -91,6 +91,7 @@ def _stage_line(stage: str, c: Coverage) -> str:
     return (
         f"  {literal(stage):<8}{_millions(c.converted_parameters)} of {_millions(c.total_parameters)} parameters{share}"
         f"  {format_bytes(c.converted_bytes)}  {formats}"
+        + (f"  from {literal(c.source)}" if c.source else "")
     )
 
 

@@ -145,7 +145,7 @@ def changed(policy: Policy, field: Field, value: str) -> tuple[Policy, str]:
         assert field.stage is not None
         stage, said = _stage_changed(policy.stage(field.stage), field, value)
         policy = msgspec.structs.replace(policy, **{field.stage: stage})
-    storage = stored_as(policy.prefill.format, policy.decode.format, policy.storage)
+    storage = stored_as(policy.prefill.format, policy.decode.format, policy.storage, policy.apart)
     return msgspec.structs.replace(policy, storage=storage), said
 
 
@@ -161,12 +161,12 @@ def _stage_changed(old: StagePolicy, field: Field, value: str) -> tuple[StagePol
     with_old = msgspec.structs.replace(meant, activations=old.activations)
     wrong = wrong_format(with_old)
     if wrong is None:
-        return _stage_policy(with_old), ""
-    return _stage_policy(meant), f"activations back to model: {wrong[1]}"
+        return _with_format(old, with_old), ""
+    return _with_format(old, meant), f"activations back to model: {wrong[1]}"
 
 
-def _stage_policy(fmt: Format) -> StagePolicy:
-    return StagePolicy(fmt.weights, fmt.activations, fmt.group_size)
+def _with_format(old: StagePolicy, fmt: Format) -> StagePolicy:
+    return StagePolicy(fmt.weights, fmt.activations, fmt.group_size, old.source)
 
 
 def stepped(policy: Policy, field: Field, step: int, refusal: Refusal) -> str | None:

@@ -160,6 +160,12 @@ class DictMasters:
     def part(self, name: str, index: int) -> torch.Tensor:
         return self.get(name)[index]
 
+    def format(self, name: str) -> None:
+        return None
+
+    def imported(self, name: str) -> None:
+        return None
+
     def shared(self, name: str) -> bool:
         return True
 

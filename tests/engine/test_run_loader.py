@@ -200,10 +200,12 @@ def change_config(model: Path, **values: Any) -> None:
     file.write_text(json.dumps(config))
 
 
-def test_Q07_a_quantized_checkpoint_is_refused_with_its_method(broken: Path) -> None:
+def test_Q07_a_checkpoint_that_only_says_that_it_is_quantized(broken: Path, tmp_path: Path) -> None:
     config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
-    refused(broken, "already quantized (awq)")
+    settings = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    (broken / "config.json").write_text(json.dumps(config | settings))
+    with pytest.raises(UsageError, match=r"already quantized \(AWQ\): .* no quantized layer is in the files"):
+        go(broken, tmp_path)
 
 
 # -- I08: offline, gated, mistyped -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.formats import GROUP_SIZES, Format
 from pdq_tui.core.policy import (
     STAGES,
@@ -95,7 +96,8 @@ def test_a_whole_policy_is_read() -> None:
         ('activations = "int8"', 'activations = "fp8"', 10, ["prefill.activations", "need fp8 weights"]),
         ('activations = "int8"', 'activation = "int8"', 10, ["prefill.activation", "'activations'"]),
         ('activations = "int8"', "group_size = 64", 10, ["prefill.group_size", "no groups"]),
-        ('activations = "int8"', 'source = "org/x"', 10, ["prefill.source", "not supported"]),
+        ('activations = "int8"', "source = 3", 10, ["prefill.source", "3 is not a legal value", "hub id"]),
+        ('activations = "int8"', 'source = ""', 10, ["prefill.source", "not a legal value"]),
         ('weights = "int4"', 'weights = "nf3"', 13, ["decode.weights", "int4, nf4, fp4, llm-int8"]),
         ("group_size = 128", "group_size = 48", 14, ["decode.group_size", "32, 64, 128, 256"]),
         ("group_size = 128", "group_size = -1", 14, ["decode.group_size"]),
@@ -242,3 +244,40 @@ def test_hostile_files_are_refused_in_a_sentence(tmp_path: Path) -> None:
     large.write_text("#" * 2_000_000)
     with pytest.raises(UsageError, match="2000000 bytes"):
         load_policy(large)
+
+
+SOURCES = """schema = 1
+name = "two-checkpoints"
+[prefill]
+weights = "int8"
+source = "org/name-W8A8"
+[decode]
+weights = "int8"
+"""
+
+
+def test_stages_with_sources_of_their_own_are_dual_and_another_policy() -> None:
+    policy = parse_policy(SOURCES)
+    assert (policy.prefill.source, policy.decode.source) == ("org/name-W8A8", "")
+    assert policy.storage == "dual" and policy.staged
+    assert parse_policy(policy_to_toml(policy)) == policy
+    plain = parse_policy(SOURCES.replace('source = "org/name-W8A8"\n', ""))
+    assert plain.storage == "uniform" and plain.digest != policy.digest
+    other = parse_policy(SOURCES.replace("name-W8A8", "name-other"))
+    assert other.digest != policy.digest
+    both = parse_policy(SOURCES + 'source = "org/name-W8A8"\n')
+    assert both.storage == "uniform"
+    with pytest.raises(
+        UsageError, match=r"storage: is 'uniform', but stages with different sources share no byte"
+    ):
+        parse_policy(SOURCES.replace("[prefill]", 'storage = "uniform"\n[prefill]'))
+
+
+def test_changing_a_stage_keeps_its_source() -> None:
+    policy = parse_policy(SOURCES).with_stage("prefill", StagePolicy("int4", group_size=64))
+    assert policy.prefill == StagePolicy("int4", "model", 64, "org/name-W8A8")
+    assert policy.storage == "dual"
+
+
+def test_a_policy_without_sources_has_the_digest_that_it_always_had() -> None:
+    assert find_policy("int8").digest == "89f22afd18da"

@@ -8,7 +8,8 @@ from pdq_tui.core.kv import KvGeometry
 
 
 class ModelInfo(msgspec.Struct, kw_only=True):
-    """``kv``: what its cache consists of; ``kv_refused``: why that cannot be quantized as the model was loaded."""
+    """``kv``: what its cache consists of; ``kv_refused``: why that cannot be quantized as the model was loaded. ``weights``:
+    of a quantized checkpoint, what is in its modules; None where it is not quantized."""
 
     id: str
     path: str = ""
@@ -26,6 +27,7 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     tied_head: bool = False
     kv: KvGeometry | None = None
     kv_refused: str | None = None
+    weights: str | None = None
     notes: list[str] = msgspec.field(default_factory=list)
 
 
@@ -69,6 +71,7 @@ class Coverage(msgspec.Struct, kw_only=True):
     kernels        linear layers by kernel
     runner         what runs the decoder layers: "inductor" (one compiled program) or "eager" (transformers' modules)
     runner_reason  why nothing better does; None where nothing better is known here
+    source         the checkpoint that the stage's weights come from; "" for the model itself
     """
 
     converted_parameters: int = 0
@@ -80,6 +83,7 @@ class Coverage(msgspec.Struct, kw_only=True):
     kernels: dict[str, int] = msgspec.field(default_factory=dict)
     runner: str = "eager"
     runner_reason: str | None = None
+    source: str = ""
 
 
 class Fallback(msgspec.Struct, kw_only=True):

@@ -121,14 +121,14 @@ def _pack_int4(spec: Spec, master: Tensor, device: torch.device, cancelled: Call
         scales[:, rows, 1] = zero.t()
         origin = zero.float().sub_(scale.float(), alpha=8)
         q = w.sub_(origin[:, :, None]).div_(scale.float()[:, :, None]).round_().clamp_(0, 15)
-        parts.append(_nibbles(spec.layout, q.view(-1, k)))
+        parts.append(nibbles(spec.layout, q.view(-1, k)))
     packed = parts[0] if len(parts) == 1 else torch.cat(parts)
     if spec.layout == "int4-rows":
         scales = scales.transpose(0, 1).contiguous()
     return Packed(spec, packed, scales)
 
 
-def _nibbles(layout: str, q: Tensor) -> Tensor:
+def nibbles(layout: str, q: Tensor) -> Tensor:
     """float [rows, k] of 0…15 → packed bytes. Row blocks are independent in every layout, so slices concatenate."""
     q = torch.nan_to_num(q, nan=8.0)  # its scale and zero are NaN already, and stay so
     if layout == "int4-cpu":

@@ -18,7 +18,8 @@ RESIDUAL: Final = 256
 class Spec:
     """How one weight [N, K] is stored. ``k`` ≥ K where columns of zeros are added; ``dtype`` is the model's (of scales,
     and of dense weights unless the format names another); ``layout`` of ``core.kernels.LAYOUTS``; ``stack``: 0, or how
-    many matrices [N, K] (a mixture's experts) are stored alike, each by itself."""
+    many matrices [N, K] (a mixture's experts) are stored alike, each by itself; ``source``: the checkpoint that it is from,
+    "" for the model itself."""
 
     fmt: Format
     layout: str
@@ -27,6 +28,7 @@ class Spec:
     k: int
     dtype: torch.dtype
     stack: int = 0
+    source: str = ""
 
     @property
     def one(self) -> Spec:
@@ -36,10 +38,11 @@ class Spec:
     @property
     def key(self) -> str:
         """Names the bytes: equal keys of one module mean the same bytes. Dense is named by its dtype."""
+        origin = f"@{self.source}" if self.source else ""
         if self.fmt.dense:
-            return f"dense-{DTYPE_NAMES[self.stored_dtype]}"
+            return f"dense-{DTYPE_NAMES[self.stored_dtype]}{origin}"
         padded = f"-k{self.k}" if self.k != self.K else ""
-        return f"{self.fmt.storage_key}-{self.layout}{padded}"
+        return f"{self.fmt.storage_key}-{self.layout}{padded}{origin}"
 
     @property
     def parts(self) -> tuple[Spec, ...]:
