@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -265,3 +266,31 @@ def test_a_policy_that_nothing_here_runs_is_told_with_the_way_out(
     assert done.returncode == 4 and done.stdout == ""
     assert f"policy tensor-cores refused: {sentence.format('this device')}" in done.stderr
     assert (done.stderr.count("does not run on"), done.stderr.count(way_out)) == (1, 1)
+
+
+def test_a_stages_source_is_looked_for(pdq: Pdq, tiny_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "apart.toml"
+
+    def checked(source: str) -> tuple[int, str]:
+        stage = f'[prefill]\nweights = "int8"\nsource = "{source}"\n[decode]\nweights = "int8"\n'
+        file.write_text(f'schema = 1\nname = "apart"\n{stage}')
+        done = pdq("policies", "check", str(file))
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = checked(str(tiny_model))
+    assert code == 0 and "dual" in said, said
+    assert checked("org/name-W8A8")[0] == 0
+    code, said = checked(str(tmp_path / "missing"))
+    assert code == 2 and "apart: prefill.source: no such directory" in said and "hub id" in said
+    code, said = checked(str(tmp_path))
+    assert code == 2 and f"there is no config.json in {tmp_path}" in said
+
+
+def test_nothing_is_predicted_of_a_quantized_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "quantized"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "gptq"}})
+    )
+    with pytest.raises(UsageError, match="already quantized: nothing is predicted"):
+        read_shapes(folder)
