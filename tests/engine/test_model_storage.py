@@ -187,7 +187,7 @@ def test_a_transient_stage_needs_one_layer_beside_its_4_bits(make, tiny_llama_bf
     staged = make(tiny_llama_bf16)
     arm = staged.apply(find_policy("transient-int4"), rows=[1, 12])
     assert set(arm.coverage["prefill"].kernels) & {
-        "native-int4-dequantize", "native-int4-dequantize-float32", "int4-dequantize", "int4-dequantize-float32",
+        "native-int4-dequantize", "native-int4-float32", "int4-dequantize", "int4-dequantize-float32",
     }  # fmt: skip
     run(arm, ids_of(1, 12), 3)
     largest = max(m.parameters for m in staged.census.layers if not m.head)
