@@ -204,6 +204,7 @@ class Scored(Message):
     kld        Σ p_base · ln(p_base / p_arm); null where either side's logits are not finite.
     same_top1  whether both have the same argmax.
     nll        −ln p of the next (or forced) token, of the arm and of the base; null likewise.
+    text_sha256  of the window's token ids, 12 hex digits; "" in journals of earlier versions.
     """
 
     arm: str
@@ -218,6 +219,7 @@ class Scored(Message):
     same_top1: list[bool]
     nll: list[float | None]
     base_nll: list[float | None]
+    text_sha256: str = ""
 
 
 class Answered(Message):
