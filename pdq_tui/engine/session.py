@@ -231,6 +231,7 @@ class Session:
                 attention=command.attention,
                 load_peak_bytes=peak,
                 load_peak_reason=None if peak is not None else "this device has no high-water mark",
+                linears={layer.name: layer.parameters for layer in self.staged.census.layers},
             )
         )
 

@@ -47,13 +47,15 @@ class TaskEnded(Message):
 
 
 class ModelReady(Message):
-    """``attention``: the attention implementation that runs, None where the worker did not say."""
+    """``attention``: the attention implementation that runs, None where the worker did not say. ``linears``: parameters of
+    every linear layer by its dotted name, in the model's order, the head among them; what a policy's patterns name."""
 
     model: ModelInfo
     device: DeviceInfo
     attention: str | None = None
     load_peak_bytes: int | None = None
     load_peak_reason: str | None = None
+    linears: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class ArmReady(Message):
