@@ -44,7 +44,7 @@ def events(
                               dtype="bf16"),
             device=p.DeviceInfo(kind="cpu", name="Virtual CPU", cpu="Virtual CPU", memory_bytes=24 << 30, threads=2,
                                 memory_method="RSS, sampled", read_peak_gbps=40.0,
-                                compute_peak_tflops={"bf16": 4.0}),
+                                compute_peak_tflops={"bf16": 4.0, "int8": 7.0}),
             attention="pdq",
             t_ns=t,
         ),
@@ -74,7 +74,8 @@ def events(
                     control=turn.control, prompt_tokens=512, output_tokens=[output_tokens], prefill_ms=prefill,
                     ttft_ms=prefill, handoff_ms=0.0, decode_ms=sum(steps), tpot_ms=sum(steps) / len(steps),
                     e2e_ms=prefill + sum(steps), itl_ms=steps, gap_ms=0.5, bytes_per_step=100_000_000,
-                    prefill_flops={"bf16": 2e11}, prefill_bound_ms=50.0, decode_bound_ms=4.0,
+                    prefill_flops={"bf16": 2e11} if turn.arm == "B" else {"int8": 1.9e11, "bf16": 1e10},
+                    decode_flops={"bf16": 3e8}, prefill_bytes=270_000_000 if turn.arm == "B" else 150_000_000, prefill_bound_ms=50.0, decode_bound_ms=4.0,
                     prefill_peak_bytes=900_000_000 if turn.arm == "A" else 880_000_000, decode_peak_bytes=740_000_000,
                     steady_bytes=700_000_000, memory_method="RSS, sampled", text=text, t_ns=t,
                 )

@@ -18,6 +18,7 @@ from pdq_tui.core.document import ALONE, SHARED
 from pdq_tui.core.metrics import MEMORY_METRICS, METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, ratios
 from pdq_tui.core.policy import STAGES
+from pdq_tui.core.roofline import Roofline, arm_roofline
 from pdq_tui.core.stats import UNSURE, Interval, Ratio, Summary, judge
 from pdq_tui.errors import PdqError
 from pdq_tui.store.figures import FIGURES, Figure
@@ -85,7 +86,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """``setup`` and ``rows`` of all candidates in their order; ``setup_of`` and ``rows_of`` pick one's."""
+    """``setup`` and ``rows`` of all candidates in their order; ``setup_of`` and ``rows_of`` pick one's. ``rooflines``: one
+    a column, the reference first."""
 
     reference: Side
     candidates: list[Side]
@@ -94,6 +96,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     min_effect: float
     conditions: dict[str, Any]
     notes: list[str]
+    rooflines: list[Roofline] = []
 
     def setup_of(self, candidate: str) -> list[SetupCheck]:
         return [c for c in self.setup if c.candidate == candidate]
@@ -159,6 +162,10 @@ def compare(
             for key in ("tool", "python", "host", "device", "driver", "libraries", "model", "workload")
         },
         notes=list(dict.fromkeys(notes)),
+        rooflines=[
+            arm_roofline(s.arm, s.part("device"), side.label)
+            for s, side in zip(snapshots, sides, strict=True)
+        ],
     )
 
 
