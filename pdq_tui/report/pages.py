@@ -10,6 +10,7 @@ from pdq_tui.core.document import DECODE_KEYS, PREFILL_KEYS
 from pdq_tui.core.metrics import METRICS, MISSING, counted, format_bytes
 from pdq_tui.core.roofline import Roofline, document_rooflines
 from pdq_tui.core.stats import UNSURE, Summary
+from pdq_tui.report.answers import answers_tables, side_by_side
 from pdq_tui.report.cells import (
     ARROWS,
     DELTA,
@@ -59,7 +60,7 @@ def comparison_page(c: Comparison, *, diff_only: bool = False) -> Page:
         tables.append(_overview(c, diff_only))
     tables += [_pair(c, side, diff_only) for side in c.candidates]
     placed, unplaced = _roofline([] if diff_only else c.rooflines)
-    tables += [*placed, _setup(c)]
+    tables += [*placed, *([] if diff_only else answers_tables(c)), _setup(c)]
     shown = list(dict.fromkeys(r.metric for r in c.rows if r.different or not diff_only))
     return Page(
         title=f"{', '.join(s.label for s in c.candidates)} against {c.reference.label}",
@@ -74,6 +75,7 @@ def comparison_page(c: Comparison, *, diff_only: bool = False) -> Page:
         notes=[*c.notes, *unplaced, HOLDS],
         formulas=formulas(shown),
         legend=LEGEND,
+        texts=side_by_side(c),
     )
 
 

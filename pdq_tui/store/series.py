@@ -79,6 +79,7 @@ REQUESTS: Final[Schema] = {
     "nonfinite_stage": _S,
     "nonfinite_step": _I,
     "text": _S,
+    "token_ids": pl.List(_I),
     "tokens_sha256": _S,
     "host_start_ns": _I,
     "host_end_ns": _I,

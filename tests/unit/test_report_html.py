@@ -165,6 +165,26 @@ def test_a_point_of_the_roofline_tells_what_it_is_where_it_is_pointed_at(
 
 
 @needs_browser
+@pytest.mark.parametrize(("width", "columns"), [(1100, 2), (PHONE, 1)])
+def test_answers_stand_side_by_side_where_there_is_room(
+    browser: Browser, tmp_path: Path, width: int, columns: int
+) -> None:
+    said = {"B": [(f"one {HOSTILE}", [1, 2])], "A": [(f"one {HOSTILE}  more", [1, 3])]}
+    made = made_snapshots.events(answers=said)
+    found = [load(resolve(i, tmp_path)) for i in made_snapshots.save_all(tmp_path, made=made)]
+    [path] = write.write(write.Reported(compare(found)), ["html"], tmp_path)
+    browser.open(path, width, phone=width == PHONE)
+    assert browser.requests == [path.as_uri()] and browser.console == []
+    texts = browser.js("[...document.querySelectorAll('.pair p')].map(p => p.textContent)")
+    assert texts == [f"one {HOSTILE}▸", f"one {HOSTILE}▸  more"]
+    lefts = browser.js(
+        "[...document.querySelectorAll('.pair > div')].map(d => d.getBoundingClientRect().left)"
+    )
+    assert len(set(lefts)) == columns
+    assert browser.js("document.documentElement.scrollWidth") <= width
+
+
+@needs_browser
 def test_a_page_may_ask_for_nothing_even_if_it_wanted_to(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(html(page(), []), encoding="utf-8")
