@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pdq_tui.core.arms import timed
 from pdq_tui.core.protocol import Request
 
 
@@ -53,22 +54,30 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compared_answers(reference: Sequence[Request], candidate: Sequence[Request]) -> list[Answers]:
-    """One a prompt that both answered, in the order of the prompts. Answers without a text are left out."""
+    """One a prompt that both answered, in the order of the prompts, of the requests that count. Answers without a text
+    are left out."""
     one, two = _first(reference), _first(candidate)
     return [_compared(one[n], two[n]) for n in sorted(one.keys() & two.keys())]
 
 
-def _first(requests: Sequence[Request]) -> dict[int, Request]:
-    found: dict[int, Request] = {}
-    for r in requests:
-        if r.text is not None:
-            found.setdefault(r.prompt, r)
+#: A request, and the ids of its first row; none where they were not recorded.
+_Answer = tuple[Request, Sequence[int]]
+
+
+def _first(requests: Sequence[Request]) -> dict[int, _Answer]:
+    # Stored requests carry ids only where an answer is first written (``store.series``).
+    ids = {r.tokens_sha256: r.token_ids for r in requests if r.token_ids and r.tokens_sha256}
+    found: dict[int, _Answer] = {}
+    for r in timed(requests):
+        if r.text is not None and r.prompt not in found:
+            found[r.prompt] = r, r.token_ids or ids.get(r.tokens_sha256 or "", [])
     return found
 
 
-def _compared(a: Request, b: Request) -> Answers:
+def _compared(one: _Answer, two: _Answer) -> Answers:
+    (a, _), (b, _) = one, two
     left, right = a.text or "", b.text or ""
-    ids = (a.token_ids, b.token_ids)
+    ids = (one[1], two[1])
     recorded = all(ids)
     # A digest is of all rows of a batch; ids and text are of its first.
     same = ids[0] == ids[1] if recorded else left == right

@@ -148,7 +148,7 @@ def compare(
         checks += mine
         rows += _rows(reference, candidate, mine, paired, min_effect)
         notes += _notes(reference, candidate, side, paired)
-        answered[candidate.id] = compared_answers(timed(reference.requests), timed(candidate.requests))
+        answered[candidate.id] = compared_answers(reference.requests, candidate.requests)
     notes += [
         f"{side.label}: {w.removeprefix(f'{s.label}: ')}"
         for s, side in zip(snapshots, sides, strict=True)

@@ -72,6 +72,23 @@ def test_the_first_answer_to_each_prompt_that_both_have() -> None:
     ]
 
 
+def test_ids_are_stored_once_an_answer_and_found_by_its_digest(tmp_path: Path) -> None:
+    said = {"B": [("four", [1, 2])], "A": [("five", [1, 3])]}
+    made = made_snapshots.events(answers=said)
+    for e in made:
+        if isinstance(e, Request):
+            e.tokens_sha256 = e.text * 16  # type: ignore[operator]
+            # What is left out of the figures may be the only one that carries the ids.
+            e.first_use = e.request <= 3
+    names = made_snapshots.save_all(tmp_path, made=made)
+    found = [load(resolve(i, tmp_path)) for i in names]
+    for s in found:
+        carry = [r.first_use for r in s.requests if r.token_ids]
+        assert carry == [True]
+    [pair] = compare(found).answers[names[1]]
+    assert (pair.recorded, pair.token, pair.at) == (True, 2, 1)
+
+
 def test_token_ids_pass_the_journal() -> None:
     assert decode_event(encode(request("a", [3, 1]))).token_ids == [3, 1]
 
