@@ -128,6 +128,18 @@ class RunSettings:
     min_effect: float = _setting(
         0.01, "smallest difference that may be called better or worse", unit="fraction", least=0.0
     )
+    trace_every: float | None = _setting(
+        None,
+        "while the app's loop runs, profile a burst of the arm in turn this often (its file replaces the last one)",
+        unit="seconds",
+        least=10,
+    )
+    energy_every: float | None = _setting(
+        None,
+        "while the app's loop runs, measure energy by stage of the arm in turn this often; takes half a minute each time, and a counter",
+        unit="seconds",
+        least=60,
+    )
     dir: str | None = _setting(None, "where runs are kept, in place of the state directory (for NFS homes)")
 
 

@@ -454,11 +454,13 @@ class Session:
                     self.staged.kernels,
                     self._progress("trace", ""),
                     lambda: self.inbox.cancelled(number),
+                    warm=bench.is_warm(command.arm),
+                    rolling=command.rolling,
                 )
         except Cancelled:
-            done = p.Traced(arm=command.arm, policy="", failed="cancelled")
+            done = p.Traced(arm=command.arm, policy="", rolling=command.rolling, failed="cancelled")
         except PdqError as error:
-            done = p.Traced(arm=command.arm, policy="", failed=error.message)
+            done = p.Traced(arm=command.arm, policy="", rolling=command.rolling, failed=error.message)
         self.send(done)
 
     def _serve(self, bench: Bench, control: Control, command: p.Serve) -> None:
@@ -501,9 +503,9 @@ class Session:
         self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
 
     def _between(self) -> bool:
-        """Carry out the arms, workloads and bursts that wait; True where something else waits, which ends the loop."""
+        """Carry out the arms, workloads, bursts and energy loops that wait; True where something else waits, which ends the loop."""
         while (waiting := self.inbox.peek()) is not None:
-            if not isinstance(waiting, (p.SetArm, p.SetWorkload, p.Trace)):
+            if not isinstance(waiting, (p.SetArm, p.SetWorkload, p.Trace, p.MeasureEnergy)):
                 return True
             taken = self.inbox.next()
             if taken is None:

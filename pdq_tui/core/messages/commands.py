@@ -143,11 +143,13 @@ class Trace(Message):
     """Run ``arm`` once under torch's profiler, one prefill and ``steps`` decode steps, beside every measurement: in a
     loop it comes between two requests, in a measurement after its end. Answered by ``Traced``.
 
-    folder  where the trace is written, in a directory of its own; None: it is read and not kept
+    folder   where the trace is written, in a directory of its own; None: it is read and not kept
+    rolling  it takes the place of the arm's last rolling one: what a schedule asks for
     """
 
     arm: str
     steps: int = 4
+    rolling: bool = False
     folder: str | None = None
 
 
