@@ -30,6 +30,7 @@ from pdq_tui.engine.prompts import prepare
 from pdq_tui.engine.runner import Arm, RequestFailedError
 from pdq_tui.engine.serving import Serving
 from pdq_tui.engine.staged import StagedArm, StagedModel
+from pdq_tui.engine.windows import windows as cut
 from pdq_tui.errors import PdqError, UsageError
 
 #: Progress is sent at most this often, in seconds; each task's first and last are always sent.
@@ -230,6 +231,7 @@ class Session:
                 attention=command.attention,
                 load_peak_bytes=peak,
                 load_peak_reason=None if peak is not None else "this device has no high-water mark",
+                linears={layer.name: layer.parameters for layer in self.staged.census.layers},
             )
         )
 
@@ -357,7 +359,7 @@ class Session:
     def _score(self, bench: Bench, control: Control, command: p.Score) -> None:
         assert self.model is not None and self.device is not None
         tokenizer, info = self.model.tokenizer, self.model.info
-        windows = quality.windows(command, tokenizer, info, prompt_sets.built_in)
+        windows = cut(command, tokenizer, info)
         arms = [bench.arm(label) for label in command.arms]
         scores = quality.Judge(self.device, bench.arm(command.base), arms, command).score(windows)
         done, total = 0, len(windows) * len(arms)

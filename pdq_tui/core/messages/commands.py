@@ -80,7 +80,7 @@ class RunBlocks(Message):
 
 
 class Score(Message):
-    """Hold ``arms`` against ``base`` on windows of the project's own texts. Answered by a ``Scored`` a window and arm,
+    """Hold ``arms`` against ``base`` on windows of the built-in corpus. Answered by a ``Scored`` a window and arm,
     then ``RunEnded``. The base scores a window once, for all arms.
 
     path     "prefill": one pass over a window of ``prompt_tokens``; its second half is compared.
@@ -88,6 +88,8 @@ class Score(Message):
              the decode policy, through the handed-off cache.
     forced   of the decode path: "text", the window's own continuation, or "sample", what ``base`` says at temperature 1,
              drawn by ``seed``.
+    text     half of the corpus: "selection" or "confirmation" (``core.corpus``). In the order that ``seed`` gives it, the
+             windows after the first ``skip``.
     batch    windows in one pass, as many as the workload has sequences: other kernels may run at another number of rows.
     """
 
@@ -98,6 +100,8 @@ class Score(Message):
     prompt_tokens: int
     new_tokens: int = 0
     forced: str = "text"
+    text: str = "selection"
+    skip: int = 0
     seed: int = 0
     batch: int = 1
 

@@ -47,13 +47,15 @@ class TaskEnded(Message):
 
 
 class ModelReady(Message):
-    """``attention``: the attention implementation that runs, None where the worker did not say."""
+    """``attention``: the attention implementation that runs, None where the worker did not say. ``linears``: parameters of
+    every linear layer by its dotted name, in the model's order, the head among them; what a policy's patterns name."""
 
     model: ModelInfo
     device: DeviceInfo
     attention: str | None = None
     load_peak_bytes: int | None = None
     load_peak_reason: str | None = None
+    linears: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class ArmReady(Message):
@@ -206,6 +208,7 @@ class Scored(Message):
     kld        Σ p_base · ln(p_base / p_arm); null where either side's logits are not finite.
     same_top1  whether both have the same argmax.
     nll        −ln p of the next (or forced) token, of the arm and of the base; null likewise.
+    text_sha256  of the window's token ids, 12 hex digits; "" in journals of earlier versions.
     """
 
     arm: str
@@ -220,6 +223,7 @@ class Scored(Message):
     same_top1: list[bool]
     nll: list[float | None]
     base_nll: list[float | None]
+    text_sha256: str = ""
 
 
 class Answered(Message):
