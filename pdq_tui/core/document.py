@@ -162,6 +162,7 @@ def _device(facts: Facts) -> Json | None:
     out["read_peak_method"] = d.read_peak_method
     out["compute_peak_tflops"] = dict(d.compute_peak_tflops)
     put(out, "copy_peak_gbps", d.copy_peak_gbps, "no copy peak was measured")
+    out["peaks_from"] = d.peaks_from
     sheet = data_sheet(d.name)
     put(
         out,

@@ -222,15 +222,15 @@ class Use(msgspec.Struct, frozen=True):
         return f"dequantized {self.format.label}" if self.widened else self.format.label
 
 
-def uses_of(policy: Policy, module: str, stage: Stage) -> tuple[Use, Use | None]:
+def uses_of(policy: Policy, module: str, stage: Stage, group_size: int) -> tuple[Use, Use | None]:
     """What ``stage`` makes of the linear layer ``module``, and what the other stage makes of the same bytes, where they must
-    be the same and are used in another way."""
+    be the same and are used in another way. ``group_size``: of the groups that fit its columns."""
     formats = {s: policy.format_for(module, s) for s in STAGES}
     transient = policy.storage == "transient" and can_be_transient(formats["prefill"], formats["decode"])
     uses = {s: Use(formats[s], transient and s == "prefill") for s in STAGES}
     mine, other = uses[stage], uses["decode" if stage == "prefill" else "prefill"]
     same = not policy.apart and not mine.format.dense and mine.format.storage_key == other.format.storage_key
-    return mine, other if same and mine != other else None
+    return mine.grouped(group_size), other.grouped(group_size) if same and mine != other else None
 
 
 class KernelTable(msgspec.Struct, frozen=True):

@@ -76,6 +76,11 @@ class ServingPolicy(msgspec.Struct, frozen=True):
     mixed: str = "split"
 
 
+def is_head(module: str) -> bool:
+    """Is the linear layer of this dotted name the output head, as nearly every family calls it?"""
+    return module == "lm_head" or module.endswith(".lm_head")
+
+
 class Policy(msgspec.Struct, frozen=True):
     """A validated policy. Two policies with one ``digest`` do the same thing, whatever they are called."""
 
@@ -117,7 +122,7 @@ class Policy(msgspec.Struct, frozen=True):
         for keep in self.keep:
             if stage in keep.stages and any(fnmatch.fnmatchcase(module, p) for p in keep.modules):
                 return keep.format
-        if module == "lm_head" or module.endswith(".lm_head"):
+        if is_head(module):
             return Format()
         return self.stage(stage).format
 
