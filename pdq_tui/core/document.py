@@ -424,6 +424,10 @@ def _coverage(c: Coverage) -> Json:
     found: Json = msgspec.to_builtins(c)
     if c.runner_reason is None:  # itself a reason: absent where there is none
         del found["runner_reason"]
+    if c.rows is None:  # whole: with the reason where somebody asked for pieces
+        del found["rows"]
+        if not c.rows_reason:
+            del found["rows_reason"]
     return found
 
 

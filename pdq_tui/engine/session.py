@@ -205,6 +205,7 @@ class Session:
                     kernels=self._kernels(device, info, command.tuned),
                     attention_name=command.attention,
                     layers=command.layers,
+                    prefill_rows=command.prefill_rows,
                     sources=lambda word, told, stop: load_source(word, model, command, device, told, stop),
                 )
         except Cancelled:

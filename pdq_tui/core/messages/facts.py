@@ -76,6 +76,9 @@ class Coverage(msgspec.Struct, kw_only=True):
     runner         what runs the decoder layers: "inductor" (one compiled program) or "eager" (transformers' modules)
     runner_reason  why nothing better does; None where nothing better is known here
     source         the checkpoint that the stage's weights come from; "" for the model itself
+    rows           prefill: the most rows (tokens × sequences) that run at once, where the workload's longest prompt has more;
+                   None: it runs whole
+    rows_reason    who says so, or why it runs whole though pieces were asked for; "" where nobody asked
     """
 
     converted_parameters: int = 0
@@ -88,6 +91,8 @@ class Coverage(msgspec.Struct, kw_only=True):
     runner: str = "eager"
     runner_reason: str | None = None
     source: str = ""
+    rows: int | None = None
+    rows_reason: str = ""
 
 
 class Fallback(msgspec.Struct, kw_only=True):
