@@ -171,6 +171,8 @@ class Session:
         found = in_use(device.kind, tune.stamp(info, table, native.identity()), wanted=tuned)
         if found.table is not None or found.level == "warn":
             self.send(p.Note(level=found.level, text=found.text, hint=found.hint))
+        if found.table is not None:
+            info.tuned_stamp = dict(found.table.stamp)
         return msgspec.structs.replace(table, tuned=found.table)
 
     def _load(self, number: int, command: p.Load) -> None:
@@ -190,8 +192,12 @@ class Session:
                 info = self.info = device.info()
                 cache = Path(command.cache_dir) if command.cache_dir else locations.cache_dir()
                 found = peaks(device, info, cache, self._progress("load", "probes"), cancelled)
-                info.read_peak_gbps, info.read_peak_method = found.read_gbps, found.read_method
-                info.compute_peak_tflops, info.copy_peak_gbps = dict(found.compute_tflops), found.copy_gbps
+                best = found.best
+                info.read_peak_gbps, info.read_peak_method = best.read_gbps, best.read_method
+                info.compute_peak_tflops, info.copy_peak_gbps = dict(best.compute_tflops), best.copy_gbps
+                info.peaks_from = found.words
+                if found.warning is not None:
+                    self.send(p.Note(level="warn", text=found.warning))
                 self.staged = StagedModel(
                     model.skeleton,
                     model.masters,
@@ -200,6 +206,7 @@ class Session:
                     kernels=self._kernels(device, info, command.tuned),
                     attention_name=command.attention,
                     layers=command.layers,
+                    prefill_rows=command.prefill_rows,
                     sources=lambda word, told, stop: load_source(word, model, command, device, told, stop),
                 )
         except Cancelled:
@@ -218,7 +225,7 @@ class Session:
         caches = self.staged.caches
         model.info.kv, model.info.kv_refused = caches.shape.geometry, caches.refused
         bench = self.bench = Bench(device, self.send)
-        bench.eos, bench.peaks = model.eos, found
+        bench.eos, bench.peaks = model.eos, best
         bench.text = lambda ids: str(model.tokenizer.decode(list(ids), skip_special_tokens=False))
         self.model = model
         # What was loaded stays: the collector need not look at it again.

@@ -15,6 +15,8 @@ class Load(Message):
 
     ``layers``: "auto" runs decoder layers as the kernel table says (compiled where it can), "eager" never compiles.
     ``kernels``: "auto" builds and uses the project's own CPU kernels where it can, "torch" does not.
+    ``prefill_rows``: the most rows (tokens × sequences) of a prompt that run at once; None as the kernel table says, 0 never
+    cuts one.
     ``tuned``: "auto" puts first what ``Tune`` found on this machine, where its stamp fits; "off" does not.
     """
 
@@ -32,6 +34,7 @@ class Load(Message):
     layers: str = "eager"
     kernels: str = "torch"
     tuned: str = "off"
+    prefill_rows: int | None = 0
 
 
 class SetArm(Message):
