@@ -174,6 +174,8 @@ class Session:
         found = in_use(device.kind, tune.stamp(info, table, native.identity()), wanted=tuned)
         if found.table is not None or found.level == "warn":
             self.send(p.Note(level=found.level, text=found.text, hint=found.hint))
+        if found.table is not None:
+            info.tuned_stamp = dict(found.table.stamp)
         return msgspec.structs.replace(table, tuned=found.table)
 
     def _load(self, number: int, command: p.Load) -> None:
@@ -193,8 +195,12 @@ class Session:
                 info = self.info = device.info()
                 cache = Path(command.cache_dir) if command.cache_dir else locations.cache_dir()
                 found = peaks(device, info, cache, self._progress("load", "probes"), cancelled)
-                info.read_peak_gbps, info.read_peak_method = found.read_gbps, found.read_method
-                info.compute_peak_tflops, info.copy_peak_gbps = dict(found.compute_tflops), found.copy_gbps
+                best = found.best
+                info.read_peak_gbps, info.read_peak_method = best.read_gbps, best.read_method
+                info.compute_peak_tflops, info.copy_peak_gbps = dict(best.compute_tflops), best.copy_gbps
+                info.peaks_from = found.words
+                if found.warning is not None:
+                    self.send(p.Note(level="warn", text=found.warning))
                 self.staged = StagedModel(
                     model.skeleton,
                     model.masters,
@@ -203,6 +209,7 @@ class Session:
                     kernels=self._kernels(device, info, command.tuned),
                     attention_name=command.attention,
                     layers=command.layers,
+                    prefill_rows=command.prefill_rows,
                     sources=lambda word, told, stop: load_source(word, model, command, device, told, stop),
                 )
         except Cancelled:
@@ -221,7 +228,7 @@ class Session:
         caches = self.staged.caches
         model.info.kv, model.info.kv_refused = caches.shape.geometry, caches.refused
         bench = self.bench = Bench(device, self.send)
-        bench.eos, bench.peaks = model.eos, found
+        bench.eos, bench.peaks = model.eos, best
         bench.text = lambda ids: str(model.tokenizer.decode(list(ids), skip_special_tokens=False))
         self.model = model
         # What was loaded stays: the collector need not look at it again.
@@ -482,11 +489,13 @@ class Session:
                     self.staged.kernels,
                     self._progress("trace", ""),
                     lambda: self.inbox.cancelled(number),
+                    warm=bench.is_warm(command.arm),
+                    rolling=command.rolling,
                 )
         except Cancelled:
-            done = p.Traced(arm=command.arm, policy="", failed="cancelled")
+            done = p.Traced(arm=command.arm, policy="", rolling=command.rolling, failed="cancelled")
         except PdqError as error:
-            done = p.Traced(arm=command.arm, policy="", failed=error.message)
+            done = p.Traced(arm=command.arm, policy="", rolling=command.rolling, failed=error.message)
         self.send(done)
 
     def _serve(self, bench: Bench, control: Control, command: p.Serve) -> None:
@@ -529,9 +538,9 @@ class Session:
         self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
 
     def _between(self) -> bool:
-        """Carry out the arms, workloads and bursts that wait; True where something else waits, which ends the loop."""
+        """Carry out the arms, workloads, bursts and energy loops that wait; True where something else waits, which ends the loop."""
         while (waiting := self.inbox.peek()) is not None:
-            if not isinstance(waiting, (p.SetArm, p.SetWorkload, p.Trace)):
+            if not isinstance(waiting, (p.SetArm, p.SetWorkload, p.Trace, p.MeasureEnergy)):
                 return True
             taken = self.inbox.next()
             if taken is None:

@@ -55,6 +55,8 @@ class LiveLike(Protocol):
     def start_loop(self) -> None: ...
     def stop(self) -> None: ...
     def trace(self, arm: str, steps: int = 4) -> None: ...
+
+    def measure_energy(self, arms: Sequence[str]) -> None: ...
     def restart_engine(self) -> None: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
@@ -415,6 +417,7 @@ def scopes() -> list[list[Binding]]:
         ask,
         compare,
         compare_detail,
+        compare_texts,
         export,
         kernels,
         lines,
@@ -443,6 +446,7 @@ def scopes() -> list[list[Binding]]:
         ask.Pick,
         ask.Write,
         compare_detail.RowDetail,
+        compare_texts.TextsDialog,
         export.ExportDialog,
         helping.HelpScreen,
         verdict_evidence.Evidence,

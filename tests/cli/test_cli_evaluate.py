@@ -110,7 +110,7 @@ def test_every_step_left_its_evidence(evaluated: tuple[Path, Path, dict[str, Any
     assert STAGED in arms and load["refused"] == {} and load["knee"]["arm"] == STAGED
     closed = [p for p in load["points"] if p["arm"] == STAGED and p["rate"] is None]
     assert [p["concurrency"] for p in closed][:2] == [1, 2] and all(p["requests"] >= 2 for p in closed)
-    assert closed[0]["achieved"] <= 1.01 and closed[1]["achieved"] > 1.2
+    assert closed[0]["achieved"] <= 1.01 and closed[1]["achieved"] > 1.05
     assert any(p["rate"] is not None for p in load["points"]) and "paged cache" in load["attention"]
     assert all(set(p["tokens"]) <= {"prefill/prefill", "decode/decode"} for p in load["points"])
     logs = {c["kind"]: c for c in body["logs"]}

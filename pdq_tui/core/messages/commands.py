@@ -15,6 +15,8 @@ class Load(Message):
 
     ``layers``: "auto" runs decoder layers as the kernel table says (compiled where it can), "eager" never compiles.
     ``kernels``: "auto" builds and uses the project's own CPU kernels where it can, "torch" does not.
+    ``prefill_rows``: the most rows (tokens × sequences) of a prompt that run at once; None as the kernel table says, 0 never
+    cuts one.
     ``tuned``: "auto" puts first what ``Tune`` found on this machine, where its stamp fits; "off" does not.
     """
 
@@ -32,6 +34,7 @@ class Load(Message):
     layers: str = "eager"
     kernels: str = "torch"
     tuned: str = "off"
+    prefill_rows: int | None = 0
 
 
 class SetArm(Message):
@@ -157,11 +160,13 @@ class Trace(Message):
     """Run ``arm`` once under torch's profiler, one prefill and ``steps`` decode steps, beside every measurement: in a
     loop it comes between two requests, in a measurement after its end. Answered by ``Traced``.
 
-    folder  where the trace is written, in a directory of its own; None: it is read and not kept
+    folder   where the trace is written, in a directory of its own; None: it is read and not kept
+    rolling  it takes the place of the arm's last rolling one: what a schedule asks for
     """
 
     arm: str
     steps: int = 4
+    rolling: bool = False
     folder: str | None = None
 
 

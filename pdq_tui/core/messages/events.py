@@ -145,7 +145,9 @@ class Request(Message):
     sum of max(bytes / read peak, FLOPs / peak of the dtype), see ``core.roofline``; null without measured peaks.
     ``decode_flops`` are those of the mean step, as ``bytes_per_step`` are its bytes.
     ``prompt_tokens`` are real tokens over the batch, ``padded_tokens`` the padding beside them.
+    ``prefill_pieces``: in how many passes the prompt went through the model.
     ``output_tokens`` are per row. ``peak_*`` are per-stage high-water marks by ``memory_method``.
+    ``text`` and ``token_ids`` are the first row's answer; ``tokens_sha256`` is of all rows.
     ``valid`` False with ``invalid_reason``: may be shown, never ranked.
     """
 
@@ -181,6 +183,7 @@ class Request(Message):
     prefill_flops: dict[str, float] = msgspec.field(default_factory=dict)
     decode_flops: dict[str, float] = msgspec.field(default_factory=dict)
     prefill_bytes: int | None = None
+    prefill_pieces: int = 1
     prefill_bound_ms: float | None = None
     decode_bound_ms: float | None = None
     kv_bytes: int | None = None
@@ -194,6 +197,7 @@ class Request(Message):
     invalid_reason: str | None = None
     nonfinite: NonFinite | None = None
     text: str | None = None
+    token_ids: list[int] = msgspec.field(default_factory=list)
     tokens_sha256: str | None = None
     host_start_ns: int = 0
     host_end_ns: int = 0
