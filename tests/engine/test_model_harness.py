@@ -75,11 +75,14 @@ def test_the_first_token_is_prefills_and_the_others_are_decodes(arms: dict[str, 
 
 
 def test_what_greedy_decoding_gives_is_called_greedy(arms: dict[str, Arm]) -> None:
-    request = SimpleNamespace(args=("Once upon", {"until": [], "max_gen_toks": 6}))
-    (text,) = asked(arms["int4"]).generate_until([request])
-    assert len(text) == 6 and likelihood(arms["int4"], "Once upon", text)[1]
-    assert not likelihood(arms["int4"], "Once upon", text[:-1] + ("a" if text[-1] != "a" else "b"))[1]
-    stop = SimpleNamespace(args=("Once upon", {"until": [text[2]], "max_gen_toks": 6}))
+    prompts = [f"Once upon {c}" for c in "abcdefgh"]
+    requests = [SimpleNamespace(args=(text, {"until": [], "max_gen_toks": 6})) for text in prompts]
+    answers = dict(zip(prompts, asked(arms["int4"]).generate_until(requests), strict=True))
+    # Random weights make special tokens, too, which no text shows.
+    prompt, text = next((q, a) for q, a in answers.items() if len(a) == 6)
+    assert likelihood(arms["int4"], prompt, text)[1]
+    assert not likelihood(arms["int4"], prompt, text[:-1] + ("a" if text[-1] != "a" else "b"))[1]
+    stop = SimpleNamespace(args=(prompt, {"until": [text[2]], "max_gen_toks": 6}))
     assert asked(arms["int4"]).generate_until([stop]) == [text[: text.index(text[2])]]
 
 
