@@ -1,8 +1,8 @@
 """Policies that differ by groups of layers: made from what each group costs and gains, and halved by what they measure.
 
 Pure: numbers in, numbers out. A *unit* is one group of layers in one format in one stage, everything else in the model's own
-dtype. Costs of a whole policy are first taken as the sums of its units' (time is separable; divergence is not quite, and
-more often larger than the sum): estimates, good enough to say what is worth measuring, and never reported as found.
+dtype. Costs of a whole policy are first taken as the sums of its units' (time is separable; divergence is not, whole policies of
+the demo model measured half of the sum): estimates, good enough to say what is worth measuring, and never reported as found.
 """
 
 from __future__ import annotations

@@ -319,7 +319,7 @@ def _lm_eval(found: Json) -> Table:
             if f is not None:
                 low, high = f["drop_ci95"]
                 told = [
-                    f"{-f['drop']:+.1%} [{-high:+.1%}, {-low:+.1%}]",
+                    f"{0.0 - f['drop']:+.1%} [{-high:+.1%}, {-low:+.1%}]",
                     f"{f['lost']} / {f['gained']}",
                     f"{f['mcnemar_p']:.2g}",
                 ]
