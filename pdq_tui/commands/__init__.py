@@ -8,6 +8,7 @@ COMMANDS: Final = {
     "run": "run",
     "evaluate": "evaluate",
     "recheck": "recheck",
+    "deploy": "deploy",
     "note": "note",
     "compare": "compare",
     "report": "report",

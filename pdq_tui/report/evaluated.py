@@ -9,10 +9,12 @@ from typing import Any
 import msgspec
 
 from pdq_tui.judge import diary
+from pdq_tui.judge.deploy import Deployment
 from pdq_tui.judge.diary import Entry
 from pdq_tui.judge.evaluation import Evaluation
 from pdq_tui.judge.plan import STEPS, Spec
 from pdq_tui.judge.verdict import Verdict, verdict
+from pdq_tui.report import deployment
 from pdq_tui.report.evaluation import evaluation_page
 from pdq_tui.report.page import Page
 
@@ -30,6 +32,10 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     def page(self) -> Page:
         return evaluation_page(self.spec, self.found, self.verdict, self.logged)
 
+    def deployments(self) -> list[Deployment]:
+        """What the policy of the verdict and the best uniform mean for serving engines."""
+        return deployment.of_evaluation(self.spec, self.found, deployment.subjects(self.found, self.verdict))
+
     def body(self) -> dict[str, Any]:
         """evaluation.json: the verdict, the map, how far each step came, and everything that was found."""
         return {
@@ -44,6 +50,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
             "load": self.found.get("load"),
             "soak": self.found.get("soak"),
             "logs": self.found.get("logs", {}).get("counts", []),
+            "deploy": [msgspec.to_builtins(d) for d in self.deployments()],
             "operations": [msgspec.to_builtins(entry) for entry in self.logged],
             "abnormal": self.found.get("abnormal", {}).get("abnormal", []),
             "map": self.found.get("confirmation", {}).get("map", []),

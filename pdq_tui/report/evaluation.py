@@ -9,11 +9,13 @@ import msgspec
 
 from pdq_tui.core.metrics import METRICS, MISSING, format_bytes
 from pdq_tui.core.policy import Policy
+from pdq_tui.judge.deploy import Deployment
 from pdq_tui.judge.diary import Entry
 from pdq_tui.judge.plan import STEPS, Spec
 from pdq_tui.judge.scenarios import Card, cards
 from pdq_tui.judge.soak import words
 from pdq_tui.judge.verdict import Verdict, break_even_sentences
+from pdq_tui.report import deployment
 from pdq_tui.report.page import Page, Table
 from pdq_tui.report.pages import facts, formulas
 
@@ -66,8 +68,11 @@ def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict, logged: S
     if "soak" in found:
         tables.append(_soak(found["soak"]))
     tables.append(_scenarios(cards(spec, found, v)))
+    deployed = deployment.of_evaluation(spec, found, deployment.subjects(found, v))
     if "conditions" in found:
-        tables.append(_cost(spec, found["conditions"]))
+        tables.append(_cost(spec, found["conditions"], deployed))
+    if deployed:
+        tables += [deployment.deploy_table(deployed), *filter(None, [deployment.command_table(deployed)])]
     if logged:
         tables.append(_logged(logged))
     if "logs" in found:
@@ -490,7 +495,7 @@ def _level(value: float, unit: str) -> str:
     return format_bytes(int(value)) if unit == "B" else f"{value:.2f} {unit}"
 
 
-def _cost(spec: Spec, c: Json) -> Table:
+def _cost(spec: Spec, c: Json, deployed: Sequence[Deployment]) -> Table:
     """Counted, not scored."""
     rows = []
     for policy in spec.policies:
@@ -508,6 +513,7 @@ def _cost(spec: Spec, c: Json) -> Table:
                 str(_settings(policy)),
                 str(len(kernels)),
                 str(sum(f.get("modules", 1) for f in c["fallbacks"].get(policy.name, []))),
+                deployment.steps_text(deployed, policy.name),
             ]
         )
     return Table(
@@ -521,12 +527,14 @@ def _cost(spec: Spec, c: Json) -> Table:
             "settings",
             "kernels",
             "fallbacks",
+            "steps to deploy / roll back",
         ],
         rows=rows,
         left=2,
         footer=[
             "settings: values of the policy that somebody has to keep; to version: its file, the kernel table, the checkpoint",
-            "deployment and roll-back were not tried; work is not estimated: `pdq-tui note --op TEXT --minutes M` logs it",
+            "steps are counted in the servers' tables, for the policy of the verdict and the best uniform (* for the nearest that "
+            "can be served); they were not tried. Work is not estimated: `pdq-tui note --op TEXT --minutes M` logs it",
         ],
     )
 
