@@ -73,6 +73,8 @@ class Session:
                     self._run(number, lambda bench, control: bench.loop(command, control))
                 case p.RunBlocks():
                     self._run_blocks(number, command)
+                case p.Guard():
+                    self._guard(command)
                 case p.Trace():
                     stage = "trace"
                     self._trace(number, command)
@@ -461,6 +463,12 @@ class Session:
             done = p.Traced(arm=command.arm, policy="", failed=error.message)
         self.send(done)
 
+    def _guard(self, command: p.Guard) -> None:
+        if self.bench is None:
+            self.send(p.Note(level="warn", text="there is no model yet that could be guarded"))
+            return
+        self.bench.set_guard(command)
+
     def _serve(self, bench: Bench, control: Control, command: p.Serve) -> None:
         assert self.model is not None and self.staged is not None
         progress = self._progress("serve", "s")
@@ -503,7 +511,7 @@ class Session:
     def _between(self) -> bool:
         """Carry out the arms, workloads and bursts that wait; True where something else waits, which ends the loop."""
         while (waiting := self.inbox.peek()) is not None:
-            if not isinstance(waiting, (p.SetArm, p.SetWorkload, p.Trace)):
+            if not isinstance(waiting, (p.SetArm, p.SetWorkload, p.Trace, p.Guard)):
                 return True
             taken = self.inbox.next()
             if taken is None:

@@ -12,6 +12,7 @@ from pdq_tui.core.policy import Policy
 from pdq_tui.core.protocol import (
     ArmReady,
     DeviceInfo,
+    Guarded,
     ModelInfo,
     Request,
     SensorSample,
@@ -73,6 +74,21 @@ class ArmView:
 
 
 @dataclass(frozen=True)
+class GuardView:
+    """What the guard has seen of the arm that it watches. ``state``: "watching", "switched" (to the baseline), "stuck" (a
+    limit was passed, and the baseline is not resident), "blind" (it is not, and nothing can be checked). ``text``: one
+    sentence where there is something to say. ``last``: the newest check."""
+
+    every: int
+    limit: float
+    state: str = "watching"
+    text: str = ""
+    checks: int = 0
+    mean: float | None = None
+    last: Guarded | None = None
+
+
+@dataclass(frozen=True)
 class NoteView:
     """A line of the event log. ``clock`` is wall time HH:MM:SS; ``level``: info, warn, error."""
 
@@ -89,6 +105,7 @@ class SessionView:
     ``sensor_series`` keys: power_w, memory_used_bytes, gpu_util, temperature_c, sm_mhz, cpu_load, engine_load,
     engine_rss_bytes; a series that was never measured is not there. ``wants_loop``: the person asked for the loop,
     whether or not it can run yet (``running`` is what is). ``run_text``, ``journal_text``: to be shown as a banner.
+    ``guard``: None where nothing is guarded.
     ``traces``: the last profiled burst an arm, of whatever policy it followed then (``Traced.policy_digest``).
     """
 
@@ -121,3 +138,4 @@ class SessionView:
     wants_loop: bool = False
     garbage: int = 0
     notes_total: int = 0
+    guard: GuardView | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pdq_tui.judge import diary
+from pdq_tui.judge import diary, rollback
 from pdq_tui.judge.deploy import Deployment
 from pdq_tui.judge.diary import Entry
 from pdq_tui.judge.evaluation import Evaluation
@@ -51,6 +51,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
             "soak": self.found.get("soak"),
             "logs": self.found.get("logs", {}).get("counts", []),
             "deploy": [msgspec.to_builtins(d) for d in self.deployments()],
+            "rollback": msgspec.to_builtins(rollback.plan(self.spec, self.found, self.verdict)),
             "operations": [msgspec.to_builtins(entry) for entry in self.logged],
             "abnormal": self.found.get("abnormal", {}).get("abnormal", []),
             "map": self.found.get("confirmation", {}).get("map", []),

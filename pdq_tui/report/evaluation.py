@@ -9,6 +9,7 @@ import msgspec
 
 from pdq_tui.core.metrics import METRICS, MISSING, format_bytes
 from pdq_tui.core.policy import Policy
+from pdq_tui.judge import rollback
 from pdq_tui.judge.deploy import Deployment
 from pdq_tui.judge.diary import Entry
 from pdq_tui.judge.plan import STEPS, Spec
@@ -18,6 +19,7 @@ from pdq_tui.judge.verdict import Verdict, break_even_sentences
 from pdq_tui.report import deployment
 from pdq_tui.report.page import Page, Table
 from pdq_tui.report.pages import facts, formulas
+from pdq_tui.report.way_back import limits_table, ramp_table
 
 Json = Mapping[str, Any]
 _MARKS: Final = {
@@ -73,6 +75,9 @@ def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict, logged: S
         tables.append(_cost(spec, found["conditions"], deployed))
     if deployed:
         tables += [deployment.deploy_table(deployed), *filter(None, [deployment.command_table(deployed)])]
+    back = rollback.plan(spec, found, v)
+    if back is not None:
+        tables += [limits_table(back), ramp_table(back)]
     if logged:
         tables.append(_logged(logged))
     if "logs" in found:

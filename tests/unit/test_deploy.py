@@ -211,6 +211,27 @@ def test_the_report_counts_steps_in_and_back_from_the_tables() -> None:
     assert json.loads(msgspec.json.encode(report.body()["deploy"]))[0]["policy"] == made_evaluation.STAGED
 
 
+def test_the_report_has_a_way_back_with_the_evaluations_own_limits() -> None:
+    found = made_evaluation.found()
+    report = evaluated(made_evaluation.SPEC, found)
+    tables = {t.title: t for t in report.page().tables}
+    ramp = tables["5. and back? Share of traffic, and how long it stays there"]
+    assert [row[0] for row in ramp.rows] == ["1%", "5%", "25%", "100%"]
+    assert [row[2] for row in ramp.rows] == ["30 min", "60 min", "4 h", "24 h"]
+    assert {row[1] for row in ramp.rows} == {"≥ 300"}  # (1 - 1 %)^300 is 4.9 %
+    limits = tables[
+        f"5. and back? Baseline {found['confirmation']['reference']}: what sends traffic back to it"
+    ]
+    told = {row[0]: row[1] for row in limits.rows}
+    assert told["KLD of answers re-scored by the baseline"] == "mean above 0.011 nats"
+    assert told["logits that are not finite"] == "any"
+    arm = next(a for a in found["confirmation"]["arms"] if a["label"] == found["confirmation"]["reference"])
+    assert f"{arm['decode']['tpot_ms']['median']:.1f} ms here" in told["TPOT, median of each hold"]
+    assert report.body()["rollback"]["baseline"] == found["confirmation"]["reference"]
+    early = evaluated(made_evaluation.SPEC, {k: found[k] for k in ("conditions", "bottleneck")})
+    assert early.body()["rollback"] is None and not [t for t in early.page().tables if "and back?" in t.title]
+
+
 def test_I01_hostile_names_do_not_leave_their_place() -> None:
     text = markdown([at("vllm", msgspec.structs.replace(STAGED, name="a|b`<i>"))], "/m/```\n# x")
     assert "\n# x" not in text and "<i>" not in text.replace("\\<", "")

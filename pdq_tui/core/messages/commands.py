@@ -6,6 +6,7 @@ import msgspec
 
 from pdq_tui.core.messages.base import Message
 from pdq_tui.core.messages.energy import MeasureEnergy
+from pdq_tui.core.messages.guards import Guard
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.workload import Workload
 
@@ -229,6 +230,7 @@ Command = (
     | Ask
     | Tune
     | Trace
+    | Guard
     | MeasureEnergy
     | Serve
     | Soak
