@@ -46,8 +46,9 @@ FEATURES: Final[dict[str, str]] = {
 }
 #: What a prediction takes for granted where nobody has looked at a device: packages that come with this program.
 ASSUMED_FEATURES: Final = ("bitsandbytes",)
-#: What runs a decoder layer: transformers' modules as they are, or one program compiled from them by torch's inductor.
-RUNNERS: Final = ("eager", "inductor")
+#: What runs a decoder layer: transformers' modules as they are, one program compiled from them by torch's inductor, or one
+#: call of this project's own.
+RUNNERS: Final = ("eager", "inductor", "native")
 #: op → the layouts of packed bytes that it reads. The engine implements exactly these.
 OPS: Final[dict[str, tuple[str, ...]]] = {
     "linear": ("dense",),
@@ -177,7 +178,7 @@ def _feature_misfit(
 
 
 class LayerRunner(msgspec.Struct, frozen=True):
-    """One way to run the decoder layers of a stage. ``runner`` is of RUNNERS."""
+    """One way to run the decoder layers of a stage. ``runner`` is of RUNNERS; ``max_rows``: None for any number."""
 
     name: str
     runner: str
@@ -185,13 +186,14 @@ class LayerRunner(msgspec.Struct, frozen=True):
     summary: str = ""
     needs: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
+    max_rows: int | None = None
     rank: int = 50
 
 
 class RunnerChoice(msgspec.Struct, frozen=True):
-    """``runner`` of RUNNERS; ``reasons``: why the better ranked ones do not run here."""
+    """``runners`` of RUNNERS, the best first, "eager" not among them; ``reasons``: why others do not run here."""
 
-    runner: str
+    runners: tuple[str, ...]
     reasons: tuple[str, ...] = ()
 
 
@@ -250,17 +252,21 @@ class KernelTable(msgspec.Struct, frozen=True):
             :16
         ]
 
-    def runner(self, stage: str, capability: Capability) -> RunnerChoice:
-        """What runs the decoder layers of ``stage``: the best ranked that this machine can; "eager" always can."""
+    def runners(self, stage: str, rows: int, capability: Capability) -> RunnerChoice:
+        """What may run the decoder layers of ``stage`` for so many rows on this machine; "eager" always can."""
         reasons: list[str] = []
+        found: list[str] = []
         for entry in sorted(self.layers, key=lambda entry: (entry.rank, entry.name)):
             if stage not in entry.stages:
                 continue
             reason = _feature_misfit(entry.name, entry.needs, entry.lacks, capability)
+            if reason is None and entry.max_rows is not None and rows > entry.max_rows:
+                reason = f"{entry.name} takes up to {entry.max_rows} rows"
             if reason is None:
-                return RunnerChoice(entry.runner, tuple(reasons))
-            reasons.append(reason)
-        return RunnerChoice("eager", tuple(reasons))
+                found.append(entry.runner)
+            else:
+                reasons.append(reason)
+        return RunnerChoice(tuple(found), tuple(reasons))
 
     def of(self, fmt: Format, layout: str | None = None) -> list[Candidate]:
         weights = "dense" if fmt.dense else fmt.weights

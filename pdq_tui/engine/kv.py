@@ -173,14 +173,18 @@ class KvCache(Cache):
             return self._decode(key_states, value_states, layer_idx)
         return self._prefill(key_states, value_states, layer_idx)
 
-    def _decode(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Any, Any]:
+    def filled(self, layer: int) -> Filled:
+        """Where ``layer`` decodes, the step that was advanced to included, written or not."""
         store, place = self._places[layer]
-        channels = self._channels[layer]
+        return Filled(store, place, self.end, self._channels[layer])
+
+    def _decode(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Any, Any]:
+        filled = self.filled(layer)
+        store, place, channels = filled.store, filled.layer, filled.channels
         store.write(place, self.start, keys if channels is None else channels.apart(keys), values)
         our_kernel = store.own_kernel and self._own_attention
         if store.plain and not our_kernel and self.end <= store.slots:
             return store.views(place, self.end)
-        filled = Filled(store, place, self.end, channels)
         return filled, filled
 
     def _prefill(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, ...]:

@@ -116,10 +116,17 @@ class KvPool:
         if not self.own_attention:
             return "transformers", "asked for"
         made = codec(kv, "decode", self.shape.head_dim, self.shape.dtype)
-        reason = kv_native.why_not(made, self.shape.dtype, self.device)
+        reason = self.why_not_native(kv)
         if reason is None:
             return "native", None
         return "torch sdpa" if isinstance(made, Plain) else "torch, by blocks", reason
+
+    def why_not_native(self, kv: KvPolicy) -> str | None:
+        """Why decode reads a cache of ``kv`` by something else than our own kernels; None where it does."""
+        if not self.own_attention:
+            return "only this program's own attention has them"
+        made = codec(kv, "decode", self.shape.head_dim, self.shape.dtype)
+        return kv_native.why_not(made, self.shape.dtype, self.device)
 
     def _dtype(self, kv: KvPolicy, stage: Stage) -> str:
         return DTYPE_NAMES[self.shape.dtype] if kv.dtype(stage) == "bf16" else kv.named(stage)

@@ -305,19 +305,19 @@ class StagedModel:
         """
         placements = self.planner.placements(policy, stage, rows, head_rows)
         implementation = self.implementation(stage)
-        runner, reason = self._runner(stage)
-        # A program is compiled for its number of rows.
-        fixed_rows = rows if runner == "inductor" else None
-        key = (implementation, fixed_rows, *((p.candidate.name, p.spec.key) for p in placements))
+        runners, reasons = self._runners(stage, rows, policy)
+        # What stands in for a layer's modules is made for its number of rows.
+        fixed_rows = rows if runners else None
+        key = (implementation, fixed_rows, *runners, *((p.candidate.name, p.spec.key) for p in placements))
         view = self._views.get(key)
         if view is None:
             linears = {p.layer.name: self._linear(p) for p in placements}
             others = self.store.sources[policy.stage(stage).source].others
             view = View(
-                copy_shell(self.skeleton, linears, implementation, others), placements, "eager", reason
+                copy_shell(self.skeleton, linears, implementation, others), placements, "eager", reasons
             )
-            if runner == "inductor":
-                self._compile(view, rows, progress, cancelled)
+            if runners:
+                self._compile(view, rows, runners, progress, cancelled)
             self._views[key] = view
         return view
 
@@ -348,17 +348,24 @@ class StagedModel:
             for stage, placements in by_stage.items()
         }
 
-    def _runner(self, stage: Stage) -> tuple[str, str | None]:
-        """(what runs the decoder layers, why not something better)."""
+    def _runners(self, stage: Stage, rows: int, policy: Policy) -> tuple[tuple[str, ...], list[str]]:
+        """(what may run the decoder layers instead of their modules, the best first; why not something better)."""
         if self.layers == "eager":
-            return "eager", "asked for"
+            return (), ["asked for"]
         if self.attention_name != "pdq":
-            return "eager", f"attention {self.attention_name}"
-        choice = self.kernels.runner(stage, self.capability)
-        return choice.runner, "; ".join(choice.reasons) or None
+            return (), [f"attention {self.attention_name}"]
+        choice = self.kernels.runners(stage, rows, self.capability)
+        runners, reasons = choice.runners, list(choice.reasons)
+        cached = self.caches.why_not_native(policy.kv)
+        if "native" in runners and cached is not None:
+            runners = tuple(runner for runner in runners if runner != "native")
+            reasons.append(f"no layers of our own with this KV cache: {cached}")
+        return runners, reasons
 
-    def _compile(self, view: View, rows: int, progress: Progress, cancelled: Callable[[], bool]) -> None:
-        """Compiled layers in the view's place, or the reason why it stays as it is."""
+    def _compile(
+        self, view: View, rows: int, runners: Sequence[str], progress: Progress, cancelled: Callable[[], bool]
+    ) -> None:
+        """Something faster in the place of the view's layers, or the reason why it stays as it is."""
         begin = time.monotonic()
         cache = KvCache(self.kv, rows, RECORD_AFTER + RECORDED, self.device.torch_device)
         cache.handoff()
@@ -372,13 +379,13 @@ class StagedModel:
 
         try:
             with torch.inference_mode():
-                self.compiler.attach(
-                    view.model, step, cache, lambda label: progress(0, None, label), cancelled
+                view.runner, why_not = self.compiler.attach(
+                    view.model, step, cache, runners, lambda label: progress(0, None, label), cancelled
                 )
         except UncompiledError as why:
-            view.reason = str(why)
+            view.reasons.append(str(why))
         else:
-            view.runner, view.reason = "inductor", None
+            view.reasons += why_not
         view.seconds = time.monotonic() - begin
 
     def implementation(self, stage: Stage) -> str:
@@ -407,15 +414,19 @@ class StagedModel:
 
 
 class View:
-    """One stage's model and how its layers are placed. ``runner``: what runs the decoder layers; ``reason``: why nothing
+    """One stage's model and how its layers are placed. ``runner``: what runs the decoder layers; ``reasons``: why nothing
     better; ``seconds``: what compiling them took."""
 
     def __init__(
-        self, model: PreTrainedModel, placements: Sequence[Placement], runner: str, reason: str | None
+        self, model: PreTrainedModel, placements: Sequence[Placement], runner: str, reasons: Sequence[str]
     ) -> None:
         self.model, self.placements = model, placements
-        self.runner, self.reason = runner, reason
+        self.runner, self.reasons = runner, list(reasons)
         self.seconds: float | None = None
+
+    @property
+    def reason(self) -> str | None:
+        return "; ".join(self.reasons) or None
 
 
 class StagedArm:
