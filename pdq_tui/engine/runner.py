@@ -342,6 +342,7 @@ class _Run:
         for row in kept:
             digest.update((",".join(map(str, row)) + ";").encode("ascii"))
         record.tokens_sha256 = digest.hexdigest()
+        record.token_ids = kept[0]
         if self.hooks.text is not None:
             record.text = self.hooks.text(kept[0])
         if self.hooks.kept is not None:

@@ -144,6 +144,7 @@ class Request(Message):
     ``decode_flops`` are those of the mean step, as ``bytes_per_step`` are its bytes.
     ``prompt_tokens`` are real tokens over the batch, ``padded_tokens`` the padding beside them.
     ``output_tokens`` are per row. ``peak_*`` are per-stage high-water marks by ``memory_method``.
+    ``text`` and ``token_ids`` are the first row's answer; ``tokens_sha256`` is of all rows.
     ``valid`` False with ``invalid_reason``: may be shown, never ranked.
     """
 
@@ -192,6 +193,7 @@ class Request(Message):
     invalid_reason: str | None = None
     nonfinite: NonFinite | None = None
     text: str | None = None
+    token_ids: list[int] = msgspec.field(default_factory=list)
     tokens_sha256: str | None = None
     host_start_ns: int = 0
     host_end_ns: int = 0
