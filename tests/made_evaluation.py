@@ -15,7 +15,7 @@ from pdq_tui.core import protocol as p
 from pdq_tui.core.protocol import Load
 from pdq_tui.core.workload import Workload
 from pdq_tui.host.runs import stamp
-from pdq_tui.judge import flips, logs
+from pdq_tui.judge import flips, freerun, logs
 from pdq_tui.judge import load as loads
 from pdq_tui.judge import soak as endurance
 from pdq_tui.judge.evaluation import Evaluation
@@ -147,14 +147,40 @@ def tasks() -> dict[str, Any]:
     ours, theirs = [True] * 24 + [False] * 16, [True] * 23 + [False] * 16 + [True]
     f = flips.compare(ours, theirs, [(20, 20)] * 40, 6)
     gates = (flips.task_gate(f, flips.DROPS["standard"]), flips.length_gate(f))
+    items = [
+        {
+            "id": f"fact {i}",
+            "kind": "fact",
+            "prompt": f"Which word stands at place {i}?",
+            "answer": f"word{i}",
+        }
+        for i in range(40)
+    ]
+
+    def said(right: list[bool], other: str, ids: list[int]) -> dict[str, Any]:
+        return {
+            item["id"]: {
+                "right": r, "tokens": 3, "text": item["answer"] if r else other, "ids": [7, i, 2] if r else ids
+            }
+            for i, (item, r) in enumerate(zip(items, right, strict=True))
+        }  # fmt: skip
+
+    answers = {
+        "bf16": said(ours, "I do not know.", [8, 9, 2]),
+        STAGED: said(theirs, "I don't know.", [8, 4, 2]),
+    }
+    nll = {item["id"]: (0.3, 0.2) for item in items}
+    agreed = freerun.agreement(answers["bf16"], answers[STAGED], nll)
     one = {
         **msgspec.to_builtins(f),
+        "agreement": msgspec.to_builtins(agreed),
         "gates": [msgspec.to_builtins(g) for g in gates],
         "kinds": {"fact": {"n": 40, "base": f.base, "policy": f.policy}},
     }
     return {
         "seconds": 40.0, "stop": None, "set": "the project's own", "base": "bf16", "asked": 40, "refused": 0,
-        "chat_template": True, "policies": {STAGED: one}, "items": [], "answers": {}, "unsettled": gates[0].reason,
+        "chat_template": True, "policies": {STAGED: one}, "items": items, "answers": answers,
+        "unsettled": gates[0].reason,
     }  # fmt: skip
 
 

@@ -57,7 +57,10 @@ class NativeLayer(nn.Module):
         self._scaling = float(attention.scaling)
         matrices = [_matrix(layer, name) for name in _MATRICES]
         nothing = self._nothing = attention.o_proj.weight.new_empty(0)
-        norms: list[Any] = [layer.get_submodule("input_layernorm"), layer.get_submodule("post_attention_layernorm")]
+        norms: list[Any] = [
+            layer.get_submodule("input_layernorm"),
+            layer.get_submodule("post_attention_layernorm"),
+        ]
         norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         eps = {float(norm.variance_epsilon) for norm in norms if norm is not None}
         if len(eps) != 1:
@@ -116,5 +119,7 @@ class NativeLayer(nn.Module):
 def _matrix(layer: nn.Module, name: str) -> Any:
     matrix = layer.get_submodule(name)
     if type(matrix) not in FORMS:
-        raise UncompiledError(f"{name} is multiplied by {type(matrix).__name__}, which our own layers do not call")
+        raise UncompiledError(
+            f"{name} is multiplied by {type(matrix).__name__}, which our own layers do not call"
+        )
     return matrix

@@ -224,7 +224,9 @@ class LayerCompiler:
         reasons: list[str] = []
         for runner in runners:
             try:
-                stand_ins = [self._stand_in(runner, i, calls, cache, progress, cancelled) for i in range(len(calls))]
+                stand_ins = [
+                    self._stand_in(runner, i, calls, cache, progress, cancelled) for i in range(len(calls))
+                ]
                 progress("comparing the compiled layers with the model's own")
                 for number, layer in enumerate(stand_ins):
                     agreement.compare_layer(number, layer)

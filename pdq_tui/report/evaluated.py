@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
-from pdq_tui.judge import diary, rollback
+from pdq_tui.judge import diary, marks, rollback
 from pdq_tui.judge.deploy import Deployment
 from pdq_tui.judge.diary import Entry
 from pdq_tui.judge.evaluation import Evaluation
+from pdq_tui.judge.marks import Marks
 from pdq_tui.judge.plan import STEPS, Spec
 from pdq_tui.judge.verdict import Verdict, verdict
 from pdq_tui.report import deployment
@@ -22,15 +23,17 @@ Json = Mapping[str, Any]
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
-    """``found``: what the finished steps said, by name; ``logged``: work that people did by hand."""
+    """``found``: what the finished steps said, by name; ``logged``: work that people did by hand; ``marks``: what they said
+    of answers, by (policy, task)."""
 
     spec: Spec
     found: dict[str, Any]
     verdict: Verdict
     logged: tuple[Entry, ...] = ()
+    marks: dict[tuple[str, str], str] = msgspec.field(default_factory=dict)
 
     def page(self) -> Page:
-        return evaluation_page(self.spec, self.found, self.verdict, self.logged)
+        return evaluation_page(self.spec, self.found, self.verdict, self.logged, self.marks)
 
     def deployments(self) -> list[Deployment]:
         """What the policy of the verdict and the best uniform mean for serving engines."""
@@ -47,6 +50,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
             "verdict": msgspec.to_builtins(self.verdict),
             "quality": _paths(self.found),
             "tasks": {k: v for k, v in self.found.get("tasks", {}).items() if k not in ("items", "answers")},
+            "marks": [{"policy": p, "task": t, "mark": m} for (p, t), m in self.marks.items()],
             "load": self.found.get("load"),
             "soak": self.found.get("soak"),
             "logs": self.found.get("logs", {}).get("counts", []),
@@ -89,11 +93,19 @@ def _paths(found: Mapping[str, Json]) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def evaluated(spec: Spec, found: Mapping[str, Json], logged: Sequence[Entry] = ()) -> Evaluated:
-    return Evaluated(spec=spec, found=dict(found), verdict=verdict(spec, found), logged=tuple(logged))
+def evaluated(
+    spec: Spec, found: Mapping[str, Json], logged: Sequence[Entry] = (), marks: Marks | None = None
+) -> Evaluated:
+    return Evaluated(
+        spec=spec,
+        found=dict(found),
+        verdict=verdict(spec, found),
+        logged=tuple(logged),
+        marks=dict(marks or {}),
+    )
 
 
 def read(directory: Path) -> Evaluated:
     """What is there of an evaluation, finished or not. Raises PdqError where there is none, or it is damaged."""
     kept = Evaluation.resume(directory)
-    return evaluated(kept.spec, kept.kept(), diary.read(directory))
+    return evaluated(kept.spec, kept.kept(), diary.read(directory), marks.read(directory))

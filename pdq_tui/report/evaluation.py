@@ -12,11 +12,12 @@ from pdq_tui.core.policy import Policy
 from pdq_tui.judge import rollback
 from pdq_tui.judge.deploy import Deployment
 from pdq_tui.judge.diary import Entry
+from pdq_tui.judge.marks import Marks
 from pdq_tui.judge.plan import STEPS, Spec
 from pdq_tui.judge.scenarios import Card, cards
 from pdq_tui.judge.soak import words
 from pdq_tui.judge.verdict import Verdict, break_even_sentences
-from pdq_tui.report import deployment
+from pdq_tui.report import deployment, freerun
 from pdq_tui.report.page import Page, Table
 from pdq_tui.report.pages import facts, formulas
 from pdq_tui.report.way_back import limits_table, ramp_table
@@ -41,8 +42,16 @@ LEGEND: Final = (
 )
 
 
-def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict, logged: Sequence[Entry] = ()) -> Page:
-    """``found``: what the finished steps said, by name; ``logged``: work that people did by hand."""
+def evaluation_page(
+    spec: Spec,
+    found: Mapping[str, Json],
+    v: Verdict,
+    logged: Sequence[Entry] = (),
+    marks: Marks | None = None,
+) -> Page:
+    """``found``: what the finished steps said, by name; ``logged``: work that people did by hand; ``marks``: what they said
+    of answers."""
+    marks = marks or {}
     about = f" about {v.staged}" if v.staged else ""
     region = f" ({v.region})" if v.region else ""
     tables = [_gates(v)]
@@ -61,6 +70,7 @@ def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict, logged: S
             break
     if "tasks" in found:
         tables.append(_tasks(found["tasks"]))
+        tables += filter(None, [freerun.agreement_table(found["tasks"], marks)])
     if "confirmation" in found:
         tables.append(_map(found["confirmation"]))
     if "load" in found:
@@ -91,6 +101,7 @@ def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict, logged: S
         notes=_notes(found, v),
         formulas=formulas([*_SHOWN, "prefill_mfu", "mbu", "prefill_explained", "decode_explained"]),
         legend=LEGEND,
+        texts=freerun.side_by_side(found.get("tasks", {}), marks, v.staged),
     )
 
 

@@ -129,6 +129,7 @@ CHANGING: Final = frozenset(
         *("run", "restart", "arm", "interleave", "stage", "kv", "snapshot", "snapshot_note"),  # live
         *("apply", "write", "delete"),  # policies
         "plan",  # verdict
+        "mark",  # answers of a verdict
         "trace",  # kernels
     }
 )
