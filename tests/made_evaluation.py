@@ -42,8 +42,10 @@ SPEC = Spec(
 def _arm(label: str, ttft: float, tpot: float, e2e: float) -> dict[str, Any]:
     return {
         "label": label, "policy": label, "storage": "dual",
-        "prefill": {"ttft_ms": {"median": ttft}, "explained": {"median": 0.7}, "kernels": ["mm"]},
-        "decode": {"tpot_ms": {"median": tpot}, "explained": {"median": 0.6}, "kernels": ["mv"]},
+        "prefill": {"ttft_ms": {"median": ttft}, "prefill_ms": {"median": ttft}, "bytes": 270 << 20,
+                    "flops": {"bf16": 1.1e11}, "explained": {"median": 0.7}, "kernels": ["mm"]},
+        "decode": {"tpot_ms": {"median": tpot}, "step_ms": {"median": tpot}, "bytes_per_step": int(tpot * 13e6),
+                   "flops": {"bf16": 2.7e8}, "explained": {"median": 0.6}, "kernels": ["mv"]},
         "e2e_ms": {"median": e2e},
     }  # fmt: skip
 
@@ -54,7 +56,8 @@ def conditions() -> dict[str, Any]:
     return {
         "seconds": 12.0, "stop": None, "started": "2026-12-02T06:30:00+00:00", "contenders": list(names), "refused": {},
         "model": {"id": "demo", "parameters": 134_515_008, "dtype": "bfloat16", "notes": []},
-        "device": {"kind": "cpu", "name": "Virtual CPU", "memory": 24 << 30},
+        "device": {"kind": "cpu", "name": "Virtual CPU", "memory": 24 << 30, "read_peak_gbps": 31.6,
+                   "compute_peak_tflops": {"bf16": 0.42}},
         "workload": {"prompt_tokens": 512, "output_tokens": 11, "batch": 1, "prompts": "mixed", "seed": 0},
         "host": {"threads": 2}, "libraries": {"torch": "2.13.0"}, "tool": {"version": "0.1.0"},
         "weights": {n: {"stored_bytes": stored[n] << 20, "extra_bytes": (55 << 20) if n == STAGED else 0} for n in names},

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from pdq_tui.judge import diary, marks, rollback
+from pdq_tui.judge import diary, marks, risks, rollback
 from pdq_tui.judge.deploy import Deployment
 from pdq_tui.judge.diary import Entry
 from pdq_tui.judge.evaluation import Evaluation
 from pdq_tui.judge.marks import Marks
 from pdq_tui.judge.plan import STEPS, Spec
-from pdq_tui.judge.verdict import Verdict, verdict
+from pdq_tui.judge.verdict import Verdict, verdict, verdicts
 from pdq_tui.report import deployment
 from pdq_tui.report.evaluation import evaluation_page
 from pdq_tui.report.page import Page
@@ -35,6 +35,10 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     def page(self) -> Page:
         return evaluation_page(self.spec, self.found, self.verdict, self.logged, self.marks)
 
+    def each(self) -> list[Verdict]:
+        """One a confirmed candidate, the best word first; ``verdict`` is the first of them."""
+        return verdicts(self.spec, self.found)
+
     def deployments(self) -> list[Deployment]:
         """What the policy of the verdict and the best uniform mean for serving engines."""
         return deployment.of_evaluation(self.spec, self.found, deployment.subjects(self.found, self.verdict))
@@ -48,6 +52,12 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
             "plan": self.spec.plan.name,
             "gate": self.spec.gate,
             "verdict": msgspec.to_builtins(self.verdict),
+            "candidates": [
+                {"policy": v.staged, "word": v.word, "region": v.region, "because": v.because}
+                for v in self.each()
+            ],
+            "confounders": [msgspec.to_builtins(r) for r in risks.confounders(self.spec, self.found)],
+            "risks": [msgspec.to_builtins(r) for r in risks.risks(self.spec, self.found, self.logged)],
             "quality": _paths(self.found),
             "tasks": {k: v for k, v in self.found.get("tasks", {}).items() if k not in ("items", "answers")},
             "marks": [{"policy": p, "task": t, "mark": m} for (p, t), m in self.marks.items()],
