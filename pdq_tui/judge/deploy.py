@@ -62,6 +62,11 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     ms: float | None = None
 
 
+def link_worth(link: Link, gain_ms: float) -> float | None:
+    """The rate in GB/s at which the link alone takes ``gain_ms``, what a pass gains; None where it gains nothing."""
+    return link.bytes / 1e9 / (gain_ms / 1e3) if gain_ms > 0 else None
+
+
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
     """``role``: "one", "prefill" or "decode". ``scheme``: the weights in the server's own words."""
 

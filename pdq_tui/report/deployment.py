@@ -10,7 +10,7 @@ import msgspec
 from pdq_tui.core.metrics import MISSING, format_bytes
 from pdq_tui.core.servers import load_servers
 from pdq_tui.errors import UsageError
-from pdq_tui.judge.deploy import USUAL_LINKS, Cache, Deployment, deployment
+from pdq_tui.judge.deploy import USUAL_LINKS, Cache, Deployment, deployment, link_worth
 from pdq_tui.judge.plan import Spec
 from pdq_tui.judge.verdict import Verdict
 from pdq_tui.report.page import Table
@@ -186,7 +186,31 @@ def steps_text(found: Sequence[Deployment], policy: str) -> str:
     return ", ".join(told) or MISSING
 
 
-def deploy_table(found: Sequence[Deployment]) -> Table:
+def link_lines(found: Sequence[Deployment], timing: Json) -> list[str]:
+    """What the confirmed gain leaves for the link, by policy: one sentence each."""
+    told = []
+    for policy in dict.fromkeys(d.policy for d in found if d.link is not None and d.pools):
+        link = next(d.link for d in found if d.policy == policy and d.link is not None and d.pools)
+        cells = [
+            c
+            for c in timing.get("map", [])
+            if c["staged"] == policy and c["uniform"] == timing.get("reference") and not c["extrapolated"]
+        ]
+        if not cells:
+            continue
+        cell = max(cells, key=lambda c: int(c["output"]))
+        least = link_worth(link, -cell["delta_ms"])
+        at = f"answers of {cell['output']} tokens, against {cell['uniform']}"
+        told.append(
+            f"{policy} saves no time here ({cell['delta_ms']:+.1f} ms, {at}): a link only adds to that"
+            if least is None
+            else f"{policy} saves {-cell['delta_ms']:.1f} ms a request here ({at}), by this engine's times and no server's: a "
+            f"link of less than {least:.2g} GB/s takes that alone"
+        )
+    return told
+
+
+def deploy_table(found: Sequence[Deployment], timing: Json) -> Table:
     rows = [
         [
             d.policy,
@@ -205,6 +229,7 @@ def deploy_table(found: Sequence[Deployment]) -> Table:
         f"tables checked on {', '.join(checked)}: {READ}",
         *dict.fromkeys(f"{d.title}: {d.shared_kv}" for d in found if d.shared_kv),
         *dict.fromkeys(f"the link carries {link_text(d)}" for d in found if d.link is not None and d.pools),
+        *link_lines(found, timing),
         "`pdq-tui deploy POLICY --model MODEL` writes commands, files, steps in and back, and what each does otherwise",
     ]
     return Table(

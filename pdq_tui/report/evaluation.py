@@ -89,7 +89,10 @@ def evaluation_page(
     if "conditions" in found:
         tables.append(_cost(spec, found["conditions"], deployed))
     if deployed:
-        tables += [deployment.deploy_table(deployed), *filter(None, [deployment.command_table(deployed)])]
+        tables += [
+            deployment.deploy_table(deployed, found.get("confirmation", {})),
+            *filter(None, [deployment.command_table(deployed)]),
+        ]
     back = rollback.plan(spec, found, v)
     if back is not None:
         tables += [limits_table(back), ramp_table(back)]

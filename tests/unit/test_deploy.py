@@ -211,6 +211,25 @@ def test_the_report_counts_steps_in_and_back_from_the_tables() -> None:
     assert json.loads(msgspec.json.encode(report.body()["deploy"]))[0]["policy"] == made_evaluation.STAGED
 
 
+def test_the_report_says_how_fast_a_link_has_to_be_for_the_gain_to_be_left() -> None:
+    """55 ms are gained at 11 tokens; 512 tokens of 1,000 B take that at 512,000 B / 55 ms."""
+    found = made_evaluation.found()
+    found["conditions"]["kv"] = {"bf16": {"bytes_per_token": 1000, "dtype": "bf16"}}
+    found["conditions"]["model"]["dtype"] = "bfloat16"
+    found["confirmation"]["reference"] = "int8"
+    table = next(
+        t for t in evaluated(made_evaluation.SPEC, found).page().tables if "on serving engines" in t.title
+    )
+    rate = 512_000 / 1e9 / 0.055
+    told = next(line for line in table.footer if "saves 55.0 ms" in line)
+    assert f"a link of less than {rate:.2g} GB/s takes that alone" in told
+    found["confirmation"]["reference"] = "int4"
+    table = next(
+        t for t in evaluated(made_evaluation.SPEC, found).page().tables if "on serving engines" in t.title
+    )
+    assert any("saves no time here (+1.1 ms" in line for line in table.footer)
+
+
 def test_the_report_has_a_way_back_with_the_evaluations_own_limits() -> None:
     found = made_evaluation.found()
     report = evaluated(made_evaluation.SPEC, found)
