@@ -353,6 +353,8 @@ class LiveSession:
         """It can be switched to now, also for what tripped while it could not."""
         if not e.resident or self._took_s is None:
             self._took_s = e.seconds
+        if self._watch.limits.on and self._tripped is None:
+            self.session.guard_state("watching")
         trip, arm = self._tripped, next((a for a in self._ready if a != self.reference), None)
         if trip is not None and self._active != self.reference and arm is not None:
             self._trip(arm, self._ready[arm], trip)

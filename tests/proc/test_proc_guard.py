@@ -183,6 +183,16 @@ def test_without_a_resident_baseline_it_says_so_and_what_a_reload_takes(
     assert view.guard.text == (
         "guard: the baseline B is not resident, nothing is checked; how long making it ready takes is not known: it never was"
     )
+    session.set_policy("B", BF16)
+    until(session, lambda v: v.guard and v.guard.state == "watching" and not v.guard.text, 10)
+    assert not tripped(session)
+
+
+def test_what_passed_a_limit_without_a_resident_baseline_gives_way_once_it_is(
+    live: Callable[..., LiveSession],
+) -> None:
+    refused = msgspec.structs.replace(find_policy("int4"), name="int4")
+    session = live(p.Load(model="demo"), INT8, refused, GuardLimits(every=3), ENGINE, "refuse_int4")
     until(session, running, 10)
     said(session, None, nonfinite=1)
     view = until(session, lambda v: v.guard and v.guard.state == "stuck", 10)
