@@ -13,7 +13,7 @@ def limits_table(plan: Plan) -> Table:
         rows=[[limit.watched, limit.limit, limit.origin] for limit in plan.limits],
         left=3,
         footer=[
-            "in the app `--guard K` does this: every K-th request is re-scored by the resident baseline, which takes over",
+            "in the app `--guard K` watches the first three: every K-th request is re-scored by the resident baseline, which takes over",
             "the baseline stays deployed until the last hold is over; the steps back are those of the servers' tables",
         ],
     )
