@@ -108,6 +108,13 @@ class EngineSettings:
         "uses those of torch only",
         choices=("auto", "torch"),
     )
+    prefill_rows: int | None = _setting(
+        None,
+        "most rows (tokens x requests) of a prompt that run at once, longer ones in pieces; left out, as the kernel table "
+        "says; 0 never cuts one",
+        unit="rows",
+        least=0,
+    )
     tuned: str = _setting(
         "auto",
         "auto takes the kernels that `pdq-tui tune` measured as fastest on this machine; off keeps the order of the tables",
@@ -127,6 +134,18 @@ class RunSettings:
     )
     min_effect: float = _setting(
         0.01, "smallest difference that may be called better or worse", unit="fraction", least=0.0
+    )
+    trace_every: float | None = _setting(
+        None,
+        "while the app's loop runs, profile a burst of the arm in turn this often (its file replaces the last one)",
+        unit="seconds",
+        least=10,
+    )
+    energy_every: float | None = _setting(
+        None,
+        "while the app's loop runs, measure energy by stage of the arm in turn this often; takes half a minute each time, and a counter",
+        unit="seconds",
+        least=60,
     )
     dir: str | None = _setting(None, "where runs are kept, in place of the state directory (for NFS homes)")
 

@@ -84,6 +84,20 @@ def app_(
             "what you export, copy or picture (and caches).",
         ),
     ] = False,
+    trace_every: Annotated[
+        float | None,
+        typer.Option(
+            "--trace-every", metavar="SECONDS", help="While the loop runs, profile a burst this often."
+        ),
+    ] = None,
+    energy_every: Annotated[
+        float | None,
+        typer.Option(
+            "--energy-every",
+            metavar="SECONDS",
+            help="While the loop runs, measure energy by stage this often.",
+        ),
+    ] = None,
     directory: flags.RunsDir = None,
 ) -> None:
     loaded = settings(
@@ -92,6 +106,8 @@ def app_(
             "policies.b": ("--b", b),
             **flags.workload_flags(prompt_tokens, output_tokens, batch, prompts, chat_template, seed),
             "run.dir": ("--dir", directory),
+            "run.trace_every": ("--trace-every", trace_every),
+            "run.energy_every": ("--energy-every", energy_every),
             "run.min_effect": ("--min-effect", flags.share_of(min_effect)),
             **flags.engine_flags(device, gpu, threads, weight_budget),
             "guard.every": ("--guard", guard),
@@ -137,6 +153,8 @@ def app_(
     run = new_run(runs, sys.argv, seed=workload.seed, in_memory=readonly)
     limits = GuardLimits(every=s.guard.every, kld=s.guard.kld, window=s.guard.window, errors=s.guard.errors)
     session = LiveSession(run, min_effect=s.run.min_effect, guard=limits)
+    if not readonly:
+        session.schedule(trace_every_s=s.run.trace_every, energy_every_s=s.run.energy_every)
     try:
         code = PdqApp(session, options).run(mouse=s.screen.mouse)
     finally:

@@ -224,15 +224,18 @@ class Use(msgspec.Struct, frozen=True):
         return f"dequantized {self.format.label}" if self.widened else self.format.label
 
 
-def uses_of(policy: Policy, module: str, stage: Stage) -> tuple[Use, Use | None]:
+def uses_of(
+    policy: Policy, module: str, stage: Stage, group_size: int, head: bool = False
+) -> tuple[Use, Use | None]:
     """What ``stage`` makes of the linear layer ``module``, and what the other stage makes of the same bytes, where they must
-    be the same and are used in another way."""
-    formats = {s: policy.format_for(module, s) for s in STAGES}
+    be the same and are used in another way. ``group_size``: of the groups that fit its columns; ``head``: it is the output
+    head, whatever its name."""
+    formats = {s: policy.format_for(module, s, head) for s in STAGES}
     transient = policy.storage == "transient" and can_be_transient(formats["prefill"], formats["decode"])
     uses = {s: Use(formats[s], transient and s == "prefill") for s in STAGES}
     mine, other = uses[stage], uses["decode" if stage == "prefill" else "prefill"]
     same = not policy.apart and not mine.format.dense and mine.format.storage_key == other.format.storage_key
-    return mine, other if same and mine != other else None
+    return mine.grouped(group_size), other.grouped(group_size) if same and mine != other else None
 
 
 class KernelTable(msgspec.Struct, frozen=True):
@@ -242,6 +245,8 @@ class KernelTable(msgspec.Struct, frozen=True):
     candidates: tuple[Candidate, ...]
     origins: tuple[str, ...] = ()
     layers: tuple[LayerRunner, ...] = ()
+    #: The most rows of a prompt that run at once; None: it is never cut.
+    prefill_rows: int | None = None
     #: What was measured on this very machine, in front of the ranks; None: nothing was.
     tuned: TunedTable | None = None
 
@@ -424,6 +429,7 @@ def load_kernels(device: str, user_dir: Path | None = None) -> KernelTable:
     found: dict[str, Candidate] = {}
     layers: dict[str, LayerRunner] = {}
     origins = []
+    prefill_rows = None
     for path in (shipped, user):
         if path == user and not path.is_file():
             continue
@@ -431,7 +437,8 @@ def load_kernels(device: str, user_dir: Path | None = None) -> KernelTable:
         found.update({candidate.name: candidate for candidate in table.candidates})
         layers.update({entry.name: entry for entry in table.layers})
         origins.append(str(path))
-    return KernelTable(device, tuple(found.values()), tuple(origins), tuple(layers.values()))
+        prefill_rows = table.prefill_rows or prefill_rows
+    return KernelTable(device, tuple(found.values()), tuple(origins), tuple(layers.values()), prefill_rows)
 
 
 def read_kernels(path: Path, device: str) -> KernelTable:
@@ -446,7 +453,7 @@ def read_kernels(path: Path, device: str) -> KernelTable:
 def parse_kernels(text: str, device: str, origin: str = "kernels") -> KernelTable:
     """Validate one document. Raises UsageError naming file, key and the legal values."""
     doc = toml.parse(text, origin)
-    _known(origin, doc, {"schema", "device", "kernel", "layers"}, "")
+    _known(origin, doc, {"schema", "device", "kernel", "layers", "prefill"}, "")
     if doc.get("schema") != SCHEMA:
         raise UsageError(f"{origin}: schema: {doc.get('schema')!r} is not supported", f"legal: {SCHEMA}")
     if doc.get("device") != device:
@@ -456,7 +463,18 @@ def parse_kernels(text: str, device: str, origin: str = "kernels") -> KernelTabl
         tuple(_candidate(origin, *entry) for entry in _entries(origin, doc, "kernel")),
         (origin,),
         tuple(_layer_runner(origin, *entry) for entry in _entries(origin, doc, "layers")),
+        _prefill_rows(origin, doc.get("prefill", {})),
     )
+
+
+def _prefill_rows(origin: str, entry: Any) -> int | None:
+    if not isinstance(entry, dict):
+        raise UsageError(f"{origin}: prefill: must be a table", "write it as [prefill]")
+    _known(origin, entry, {"rows"}, "prefill.")
+    rows = entry.get("rows")
+    if rows is not None and (not _whole(rows) or rows < 1):
+        raise UsageError(f"{origin}: prefill.rows: {rows!r} is not legal", "legal: whole numbers from 1")
+    return rows
 
 
 def _entries(origin: str, doc: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:

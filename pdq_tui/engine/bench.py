@@ -99,6 +99,18 @@ class Bench:
         """What is cold of this arm and the workload's first shape, before anything counts."""
         self._warm_up(self.arm(label), self._batch(0), stopped)
 
+    def is_warm(self, label: str) -> bool:
+        """Whether both stages of this arm have run on the workload's first shape."""
+        return self._shapes(self.arm(label), self._batch(0)) <= self._warm
+
+    def _shapes(self, arm: Arm, batch: Batch) -> set[tuple[str, str, int, int]]:
+        assert self.prepared is not None
+        digest = arm.policy.digest
+        return {
+            (digest, "prefill", batch.rows, batch.width),
+            (digest, "decode", batch.rows, self.prepared.capacity),
+        }
+
     def arm(self, label: str) -> Arm:
         if label not in self.arms:
             raise UsageError(f"arm {label} has no policy yet")

@@ -87,7 +87,7 @@ class KvPool:
         geometry, kept = self.shape.geometry, self._caches.get(kv, OrderedDict())
         windows = {window for window in geometry.windows if window is not None}
         per_token = geometry.bytes_per_token(kv, "decode")
-        kernel, reason = self._kernel(kv)
+        kernel, reason = self.kernel(kv)
         known = free_bytes is not None
         return KvInfo(
             dtype=self._dtype(kv, "decode"),
@@ -111,7 +111,7 @@ class KvPool:
             capacity_reason=None if known else "this device does not tell how much of its memory is free",
         )
 
-    def _kernel(self, kv: KvPolicy) -> tuple[str, str | None]:
+    def kernel(self, kv: KvPolicy) -> tuple[str, str | None]:
         """What decode attention runs, and why not our own kernel."""
         if not self.own_attention:
             return "transformers", "asked for"

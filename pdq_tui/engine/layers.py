@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from pdq_tui.engine import decoder_native
 from pdq_tui.engine.agreement import Agreement, first_line
 from pdq_tui.engine.attention import UNSUPPORTED, decode_product
 from pdq_tui.engine.cancel import Cancelled
@@ -232,9 +233,12 @@ class LayerCompiler:
                     agreement.compare_layer(number, layer)
                 explained = agreement.rounding_of_logits(step)
                 _replace(model, places, stand_ins)
+                if runner == "native":
+                    decoder_native.take_over(model)
                 try:
                     agreement.compare_logits(step, explained)
                 except (UncompiledError, Cancelled):
+                    decoder_native.give_back(model)
                     _replace(model, places, [call.layer for call in calls])
                     raise
             except UncompiledError as why:

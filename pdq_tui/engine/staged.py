@@ -19,9 +19,11 @@ from transformers import PreTrainedModel
 
 from pdq_tui import locations
 from pdq_tui.core.kernels import Capability, KernelTable
+from pdq_tui.core.kv import KvPolicy
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.protocol import Coverage, Fallback, KvInfo, WeightsInfo
 from pdq_tui.engine import attention, experts
+from pdq_tui.engine.beside import fallbacks_beside
 from pdq_tui.engine.census import Layer, check_fit, take_census
 from pdq_tui.engine.checkpoint import Masters
 from pdq_tui.engine.cost import CostModel
@@ -33,6 +35,7 @@ from pdq_tui.engine.kernels import Prober, capability
 from pdq_tui.engine.kv import KvCache, KvShape
 from pdq_tui.engine.kv_pool import KvPool
 from pdq_tui.engine.layers import RECORD_AFTER, RECORDED, LayerCompiler
+from pdq_tui.engine.pieces import Pieces, pieces_of
 from pdq_tui.engine.plan import (
     Placement,
     Plan,
@@ -69,6 +72,7 @@ class StagedModel:
     skeleton   HF causal LM in eval mode; weights of linear layers may be on meta, everything else is on the device.
     masters    the unquantized weights by parameter name, in the checkpoint's own layout (GPT-2's Conv1D: [K, N]).
     attention  "pdq" (this engine's own), or a transformers implementation ("sdpa", "eager") for both stages.
+    prefill_rows  the most rows of a prompt that run at once: None as the kernel table says, 0: it is never cut.
     layers     "auto": decoder layers run as the kernel table says; "eager": always transformers' modules.
     sources    opens the checkpoint that a stage names; None: there is none to be had.
     Raises UnfitError for models whose cache or attention this engine does not implement.
@@ -84,6 +88,7 @@ class StagedModel:
         kernels: KernelTable,
         attention_name: str = "pdq",
         layers: str = "eager",
+        prefill_rows: int | None = 0,
         sources: OpenSource | None = None,
     ) -> None:
         attention.register()
@@ -116,6 +121,7 @@ class StagedModel:
         self.caller = Caller(skeleton)
         self.attention_name = attention_name
         self.layers, self.kernels = layers, kernels
+        self.prefill_rows = prefill_rows
         self.compiler = LayerCompiler(locations.cache_dir() / "inductor")
         self._arms: weakref.WeakSet[StagedArm] = weakref.WeakSet()
         self._views: weakref.WeakValueDictionary[tuple[Any, ...], View] = weakref.WeakValueDictionary()
@@ -132,6 +138,7 @@ class StagedModel:
         """
         self._open(policy, lambda *_: None, lambda: False)
         self.caches.check(policy.kv, policy.name)
+        rows = list(rows)
         by_stage = self._placements(policy, rows)
         wanted = _wanted(by_stage)
         dtype = DTYPE_NAMES[self.dtype]
@@ -140,6 +147,11 @@ class StagedModel:
         }
         for stage in STAGES:
             coverage[stage].source = policy.stage(stage).source
+        pieces = self.pieces(policy.kv)
+        if (most := max(rows, default=1)) > pieces.most(most):
+            coverage["prefill"].rows = pieces.rows
+        if most > (self.prefill_rows or self.kernels.prefill_rows or most):
+            coverage["prefill"].rows_reason = pieces.reason
         placements = [*by_stage["prefill"], *by_stage["decode"]]
         fallbacks = fallbacks_of(placements)
         warnings = warnings_of(policy, coverage)
@@ -206,7 +218,9 @@ class StagedModel:
         self.store.check_fit(plan.new_bytes, live | set(wanted), self.device.free_bytes(), beside)
         packed = self.store.pack_missing(wanted, progress, cancelled)
         arm = StagedArm(self, policy, plan, rows, frozenset(wanted), resident=packed == 0)
-        arm.prepare(progress, cancelled)
+        views = arm.prepare(progress, cancelled)
+        if hard and (others := fallbacks_beside(arm, views)):
+            raise UnfitError(f"{policy.name}: {others[0]}", "leave out --hard to allow it")
         self._arms.add(arm)
         return arm
 
@@ -283,10 +297,16 @@ class StagedModel:
 
     def _placements(self, policy: Policy, rows: Iterable[int]) -> dict[Stage, list[Placement]]:
         counts = sorted(set(rows)) or [1]
+        most = self.pieces(policy.kv).most(counts[-1])
         return {
-            "prefill": self.planner.placements(policy, "prefill", counts[-1], counts[0]),
+            "prefill": self.planner.placements(policy, "prefill", most, counts[0]),
             "decode": self.planner.placements(policy, "decode", counts[0], counts[0]),
         }
+
+    def pieces(self, kv: KvPolicy) -> Pieces:
+        """How a long prompt is cut where attention reads ``kv``."""
+        table = f"the kernel table ({self.kernels.device})"
+        return pieces_of(self.prefill_rows, self.kernels.prefill_rows, table, kv)
 
     # -- views and caches ----------------------------------------------------------------------------------------------
 
@@ -383,7 +403,8 @@ class StagedModel:
                     view.model, step, cache, runners, lambda label: progress(0, None, label), cancelled
                 )
         except UncompiledError as why:
-            view.reasons.append(str(why))
+            view.uncompiled = str(why)
+            view.reasons.append(view.uncompiled)
         else:
             view.reasons += why_not
         view.seconds = time.monotonic() - begin
@@ -415,13 +436,15 @@ class StagedModel:
 
 class View:
     """One stage's model and how its layers are placed. ``runner``: what runs the decoder layers; ``reasons``: why nothing
-    better; ``seconds``: what compiling them took."""
+    better; ``uncompiled``: why nothing stands in for its layers though something might have; ``seconds``: what compiling
+    them took."""
 
     def __init__(
         self, model: PreTrainedModel, placements: Sequence[Placement], runner: str, reasons: Sequence[str]
     ) -> None:
         self.model, self.placements = model, placements
         self.runner, self.reasons = runner, list(reasons)
+        self.uncompiled: str | None = None
         self.seconds: float | None = None
 
     @property
@@ -450,14 +473,19 @@ class StagedArm:
         self._views: dict[tuple[Stage, int, int], View] = {}
         self._rows = sorted(set(rows)) or [1]
 
-    def prepare(self, progress: Progress, cancelled: Callable[[], bool]) -> None:
+    def prepare(self, progress: Progress, cancelled: Callable[[], bool]) -> dict[str, list[View]]:
         """Make the views of both stages for the rows that were planned. Raises Cancelled."""
+        made: dict[str, list[View]] = {}
         decode, *prefill = self._rows
-        counts: dict[Stage, list[int]] = {"decode": [decode], "prefill": prefill or [decode]}
+        pieces = self.owner.pieces(self.policy.kv)
+        most = sorted({pieces.most(rows) for rows in prefill or [decode]})
+        counts: dict[Stage, list[int]] = {"decode": [decode], "prefill": most}
         for stage in counts:
             for count in counts[stage]:
                 view = self.view(stage, count, decode, progress, cancelled)
                 self.coverage[stage].runner, self.coverage[stage].runner_reason = view.runner, view.reason
+                made.setdefault(stage, []).append(view)
+        return made
 
     @property
     def weights(self) -> WeightsInfo:

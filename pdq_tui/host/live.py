@@ -8,7 +8,8 @@ the old one died of.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -22,8 +23,38 @@ from pdq_tui.host.session import Session
 from pdq_tui.host.supervisor import Supervisor
 from pdq_tui.host.view import SessionView
 
+#: Seconds of each of an arm's four energy windows: counters need five.
+ENERGY_S: Final = 6.0
+#: A burst that nothing was heard of for so long went with its engine.
+LOST_S: Final = 300.0
 #: Failures that the same request would meet again: what was under way is not tried again by itself.
 REPEATING: Final = ("oom", "device")
+
+
+class Schedule:
+    """When what takes turns with the requests comes next: ``every_s`` seconds after the last of it ended, the arm that
+    waited longest first; None: never."""
+
+    def __init__(self, every_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.every_s, self._clock = every_s, clock
+        self._last = clock()
+        self._before: dict[str, float] = {}
+        self._sent_at: float | None = None
+
+    def due(self, arms: Sequence[str]) -> str | None:
+        """The arm whose turn has come, which is then taken to be under way."""
+        now = self._clock()
+        if self.every_s is None or not arms or now - self._last < self.every_s:
+            return None
+        if self._sent_at is not None and now - self._sent_at < LOST_S:
+            return None
+        arm = min(arms, key=lambda a: self._before.get(a, float("-inf")))
+        self._before[arm] = self._sent_at = now
+        return arm
+
+    def ended(self) -> None:
+        """One has ended, whoever asked for it."""
+        self._last, self._sent_at = self._clock(), None
 
 
 @dataclass
@@ -96,6 +127,7 @@ class LiveSession:
         self._took_s: float | None = None  # what the baseline took to be made ready
         if self._watch.limits.on:
             self.session.guard(self._watch.limits.every, self._watch.limits.kld)
+        self._bursts = Schedule(None), Schedule(None)
 
     # -- what the person may do ------------------------------------------------------------------------------------------
 
@@ -178,10 +210,21 @@ class LiveSession:
         """Cancel loading, converting or packing."""
         self.supervisor.send(p.CancelTask())
 
-    def trace(self, arm: str, steps: int = 4) -> None:
-        """Profile one burst of ``arm``, between two requests where the workload runs. ``Traced`` answers."""
+    def trace(self, arm: str, steps: int = 4, *, rolling: bool = False) -> None:
+        """Profile one burst of ``arm``, between two requests where the workload runs. ``Traced`` answers. ``rolling``:
+        its file takes the place of the arm's last rolling one."""
         where = self.run.trace_path
-        self.supervisor.send(p.Trace(arm=arm, steps=steps, folder=None if where is None else str(where)))
+        folder = None if where is None else str(where)
+        self.supervisor.send(p.Trace(arm=arm, steps=steps, rolling=rolling, folder=folder))
+
+    def measure_energy(self, arms: Sequence[str], seconds: float = ENERGY_S) -> None:
+        """Stage-pure loops of ``arms``, four of ``seconds`` each, between two requests where the workload runs."""
+        self.supervisor.send(p.MeasureEnergy(arms=list(arms), seconds=seconds))
+
+    def schedule(self, *, trace_every_s: float | None = None, energy_every_s: float | None = None) -> None:
+        """While the loop runs, profile a burst and measure energy so often; None: only when asked."""
+        with self._lock:
+            self._bursts = Schedule(trace_every_s), Schedule(energy_every_s)
 
     def restart_engine(self) -> None:
         """Replace the engine; also the way back after it was given up. Everything wanted is sent again."""
@@ -218,6 +261,8 @@ class LiveSession:
         self.session.apply(event)
         if self._watch.limits.on and isinstance(event, (p.Request, p.Guarded)):
             self._guard(event)
+        if isinstance(event, (p.Request, p.Traced, p.TaskEnded)):
+            self._burst(event)
         if isinstance(event, (p.Request, p.Guarded, p.SensorSample, p.StageSample, p.Progress, p.Pong)):
             return
         with self._lock:
@@ -366,6 +411,23 @@ class LiveSession:
         text = f"guard: the baseline {self.reference} is not resident, nothing is checked; {self._reload_words()}"
         self.session.guard_state("blind", text)
         self.note("warn", text)
+
+    def _burst(self, event: Any) -> None:
+        """Bursts whose time has come. A request's end is the time to look: without a loop there are none."""
+        with self._lock:
+            traces, energy = self._bursts
+            loop = self._engine.loop_arms
+            match event:
+                case p.Traced():
+                    traces.ended()
+                case p.TaskEnded(task="energy"):
+                    energy.ended()
+                case p.Request(kind="loop") if loop is not None and self._loop:
+                    arms = loop if self._interleave else [a for a in loop if a == self._active]
+                    if (arm := traces.due(arms)) is not None:
+                        self.trace(arm, rolling=True)
+                    if self.session.counts_energy and (arm := energy.due(arms)) is not None:
+                        self.measure_energy([arm])
 
     # -- sending what is wanted and possible ---------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pdq_tui.core.energy import StageEnergy
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.protocol import (
     ArmReady,
@@ -89,6 +90,15 @@ class GuardView:
 
 
 @dataclass(frozen=True)
+class EnergyView:
+    """The last burst of stage-pure loops of an arm under the policy ``digest``, ``age_s`` seconds ago."""
+
+    digest: str
+    age_s: float
+    taken: StageEnergy
+
+
+@dataclass(frozen=True)
 class NoteView:
     """A line of the event log. ``clock`` is wall time HH:MM:SS; ``level``: info, warn, error."""
 
@@ -106,7 +116,8 @@ class SessionView:
     engine_rss_bytes; a series that was never measured is not there. ``wants_loop``: the person asked for the loop,
     whether or not it can run yet (``running`` is what is). ``run_text``, ``journal_text``: to be shown as a banner.
     ``guard``: None where nothing is guarded.
-    ``traces``: the last profiled burst an arm, of whatever policy it followed then (``Traced.policy_digest``).
+    ``traces``: the last profiled burst an arm, of whatever policy it followed then (``Traced.policy_digest``), and how
+    long ago it was. ``energy``: likewise, an arm; ``energy_missing``: why there is no counter to hold it against.
     """
 
     run_id: str
@@ -124,6 +135,9 @@ class SessionView:
     arms: dict[str, ArmView] = field(default_factory=dict)
     ratios: dict[str, Ratio] = field(default_factory=dict)
     traces: dict[str, Traced] = field(default_factory=dict)
+    trace_ages_s: dict[str, float] = field(default_factory=dict)
+    energy: dict[str, EnergyView] = field(default_factory=dict)
+    energy_missing: str | None = None
     sensor_state: SensorState | None = None
     sensors: SensorSample | None = None
     sensors_age_s: float | None = None

@@ -223,11 +223,18 @@ class _Plan:
         """None, and told why, where the server has no way for this stage's weights."""
         policy, label = self.policy, self.policy.stage(stage).format.label
         where = f" in {stage}" if self.staged else ""
+        named = policy.stage(stage).source
+        if named and label != "bf16":
+            line = f"{named} is served as it is: quantized already, as {label}, or it has to be made so first"
+            if line not in self.needs:
+                self.needs.append(line)
+        if named:
+            scheme = "the checkpoint that the policy names"
+            return _Stage(stage=stage, weights=named, scheme=scheme, flags=[])
         way = self.server.way(policy.stage(stage).format)
         if isinstance(way, NoWay):
             self.cannot.append(f"{label}{where}: {way.why}")
             return None
-        source = policy.stage(stage).source or self.model
         group = str(policy.stage(stage).format.group_size)
         kept = self._kept(stage)
         ignore = [_HEAD, *kept]
@@ -240,7 +247,9 @@ class _Plan:
             line = f"{label}: {text}"
             if text and line not in where_to:
                 where_to.append(line)
-        weights = source if maker is None else self._checkpoint(way, maker, source, label, group, ignore)
+        weights = (
+            self.model if maker is None else self._checkpoint(way, maker, self.model, label, group, ignore)
+        )
         return _Stage(
             stage=stage,
             weights=weights,

@@ -21,6 +21,7 @@ from pdq_tui.host.view import ArmView, SessionView
 from pdq_tui.tui.chart import Chart
 from pdq_tui.tui.lines import Line, LineList, drawn, fit, is_ascii, literal
 from pdq_tui.tui.page import Page
+from pdq_tui.tui.panels import ago
 from pdq_tui.tui.roofline_plot import RoofPicture, draw_roof, signs
 
 #: Snapshots of this run that are drawn, the last ones.
@@ -161,7 +162,13 @@ class KernelsScreen(Page):
                 line
                 for arm in sorted(view.arms)
                 for line in arm_lines(
-                    arm, view.arms[arm], current.get(arm), self.categories, width, self.wanted
+                    arm,
+                    view.arms[arm],
+                    current.get(arm),
+                    self.categories,
+                    width,
+                    self.wanted,
+                    view.trace_ages_s.get(arm),
                 )
             ]
         box.set_lines(
@@ -278,11 +285,18 @@ def _of_now(t: Traced, arm: ArmView | None) -> bool:
 
 
 def arm_lines(
-    arm: str, view: ArmView, traced: Traced | None, categories: bool, width: int, wanted: str
+    arm: str,
+    view: ArmView,
+    traced: Traced | None,
+    categories: bool,
+    width: int,
+    wanted: str,
+    age_s: float | None = None,
 ) -> list[Line]:
-    """One arm's kernels by stage; without a burst what its coverage names."""
+    """One arm's kernels by stage, and the age of the burst that showed them; without one what its coverage names."""
     policy = view.ready.policy.name if view.ready is not None else "not ready"
-    lines = [Line.of(fit(literal(f"{arm}  {policy}"), width).rstrip(), "head")]
+    when = f"  burst {ago(age_s)}" if traced is not None and age_s is not None else ""
+    lines = [Line.of(fit(literal(f"{arm}  {policy}{when}"), width).rstrip(), "head")]
     if traced is None:
         for name in _STAGES:
             covered = view.ready.coverage.get(name) if view.ready is not None else None
@@ -339,7 +353,7 @@ def stage_lines(arm: str, stage: StageTrace, categories: bool, width: int, wante
 
 
 _KINDS = {
-    tracing.GEMM: "GEMM", tracing.GEMV: "GEMV", "dequantize": "dequant", "quantize": "quant", "attention": "attn",
+    tracing.LAYER: "layer", tracing.GEMM: "GEMM", tracing.GEMV: "GEMV", "dequantize": "dequant", "quantize": "quant", "attention": "attn",
     "norm/rope/elementwise": "elemw", "sampling": "sample",
 }  # fmt: skip
 

@@ -223,6 +223,22 @@ class LiveScreen(Screen[None]):
         self.pdq.session.note("warn", f"arm {arm} has no policy yet")
         self.redraw(charts=False)
 
+    def action_energy(self) -> None:
+        """Energy by stage of the active arm, or of both while they alternate; a sentence where it cannot be counted."""
+        view = self.now()
+        arms = [a for a in self._measured_arms() if a in view.arms and view.arms[a].ready is not None]
+        if view.energy_missing is not None:
+            self.pdq.session.note("warn", f"no energy by stage: {view.energy_missing}")
+        elif not arms or view.workload is None:
+            self.pdq.session.note("warn", f"arm {view.active} is not ready yet: no energy to measure")
+        else:
+            self.pdq.session.measure_energy(arms)
+            self.pdq.session.note(
+                "info",
+                f"energy by stage of arm {' and '.join(arms)}: half a minute each, apart from all figures",
+            )
+        self.redraw(charts=False)
+
     def action_snapshot(self) -> None:
         self.pdq.save_snapshots(self._measured_arms(), "")
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
-from fake_views import BASE, STAGED, STATS_A, STATS_B, arm_view, make_view, ratio
+from fake_views import BASE, STAGED, STATS_A, STATS_B, FakeSession, arm_view, make_view, ratio
 
+from pdq_tui.core.energy import StageEnergy
 from pdq_tui.core.formats import formats
 from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.policy import Policy, StagePolicy
 from pdq_tui.core.protocol import Guarded
 from pdq_tui.core.stats import Ratio
-from pdq_tui.host.view import GuardView, SessionView
+from pdq_tui.host.view import EnergyView, GuardView, SessionView
 from pdq_tui.tui import footing, heading, panels
 from pdq_tui.tui.heading import Look
 from pdq_tui.tui.lines import Row, cells
@@ -130,3 +133,58 @@ def test_I01_a_policy_name_in_the_guards_sentence_is_literal() -> None:
     shown = "".join(text for text, _ in line)
     assert "[bold]x[/]" in shown and "\x1b" not in shown
     assert footing.guard_words(replace(view, guard=None)) is None
+
+
+def test_the_subtitle_shows_energy_and_the_last_burst_s_age_as_far_as_they_fit() -> None:
+    view = make_view()
+    assert panels.stage_subtitle(view, "prefill", 80) == "device time"
+    digest = view.arms["A"].ready.policy.digest  # type: ignore[union-attr]
+    taken = StageEnergy(prefill_j=0.0112, decode_j=0.97, closure=0.12, source="NVML")
+    view = make_view(
+        trace_ages_s={"A": 34.2, "B": 400.0},
+        energy={"A": EnergyView(digest, 125.0, taken), "B": EnergyView("of another policy", 1.0, taken)},
+    )
+    whole = "J/tok A 0.011! 2 min ago · burst A 34 s ago · device time"
+    assert panels.stage_subtitle(view, "prefill", len(whole)) == whole
+    assert panels.stage_subtitle(view, "prefill", 45) == "J/tok A 0.011! 2 min ago · burst A 34 s ago"
+    assert panels.stage_subtitle(view, "prefill", 30) == "J/tok A 0.011! 2 min ago"
+    assert panels.stage_subtitle(view, "prefill", 8) == "device time"
+    assert panels.stage_subtitle(view, "decode", 30) == "J/tok A 0.97! 2 min ago"
+    assert panels.burst_subtitle(view, 80).startswith(
+        "P J/tok A 0.011! 2 min ago · D J/tok A 0.97! 2 min ago · burst"
+    )
+    assert (
+        panels.burst_subtitle(view, 20) == "burst A 34 s ago" and panels.burst_subtitle(make_view(), 80) == ""
+    )
+    assert [panels.ago(s) for s in (-1, 99, 100, 5999, 7200)] == [
+        "0 s ago",
+        "99 s ago",
+        "2 min ago",
+        "100 min ago",
+        "2 h ago",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "asked"),
+    [
+        (
+            {"energy_missing": "RAPL cannot be read: permission denied"},
+            "no energy by stage: RAPL cannot be read",
+            [],
+        ),
+        ({}, "energy by stage of arm A: half a minute", [("measure_energy", ["A"])]),
+        ({"interleave": True}, "energy by stage of arm A and B", [("measure_energy", ["A", "B"])]),
+        ({"workload": None}, "arm A is not ready yet", []),
+    ],
+)
+async def test_energy_is_measured_on_a_key_or_refused_with_the_reason(
+    changes: dict[str, Any], said: str, asked: list[Any], make_app: Callable[..., Any], session: FakeSession
+) -> None:
+    session.change(**changes)
+    app = make_app()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.press("J")
+        await pilot.pause()
+        assert said in session.view().notes[-1].text
+        assert [c for c in session.calls if c[0] == "measure_energy"] == asked

@@ -160,7 +160,16 @@ def test_groups_exceptions_and_sources_are_carried_or_named() -> None:
     other = msgspec.structs.replace(STAGED, keep=(Keep(("*.0.*",), "int8"),))
     assert any("by hand" in line for line in at("vllm", other).differs)
     sourced = msgspec.structs.replace(STAGED, decode=StagePolicy(source="org/It-AWQ"), storage="dual")
-    assert at("vllm", sourced).pools[1].weights == "org/It-AWQ"
+    assert at("vllm", sourced).pools[1].weights == "org/It-AWQ" and not at("tensorrt-llm", sourced).pools
+    blocks = msgspec.structs.replace(STAGED, decode=StagePolicy("fp8", group_size=128))
+    assert "a scale a channel there" in at("vllm", blocks).cannot[0]
+    awq = msgspec.structs.replace(sourced, decode=StagePolicy("int4", group_size=128, source="org/It-AWQ"))
+    told = at("vllm", awq)
+    assert told.pools[1].weights == "org/It-AWQ" and len(told.make) == 1
+    assert (
+        "org/It-AWQ is served as it is: quantized already, as int4-g128, or it has to be made so first"
+        in told.needs
+    )
     one_stage = Policy("x", keep=(Keep(("*.0.*",), "int8", stages=("decode",)),))
     assert len(at("vllm", one_stage).pools) == 2
 

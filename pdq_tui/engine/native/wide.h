@@ -402,26 +402,30 @@ inline void channel_int4(const Activations& x, int64_t from, const Groups& g, co
   const int16_t* q = x.q.data() + from * k;
   float start[R];
   scales_int4<R>(x, from, g, scales, n, room, start);
-  __m512 acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = _mm512_setzero_ps();
-  for (int64_t b = 0; b < whole; ++b) {
+  // Two sums a row, each in a register of its own: one would wait for its own addition at every step.
+  __m512 acc[R], more[R];
+  for (int r = 0; r < R; ++r) acc[r] = more[r] = _mm512_setzero_ps();
+  const auto block = [&](int64_t b, __m512 (&first)[R], __m512 (&second)[R]) {
     __m512i v[2];
     words_int4(w + n * (k / 2) + b * (BLOCK / 2), v);
     for (int r = 0; r < R; ++r) {
-      const int16_t* block = q + r * k + b * BLOCK;
-      const float* by = room + r * g.units;
-      const __m512i first = _mm512_dpwssd_epi32(_mm512_setzero_si512(), v[0], load64(block));
+      const int16_t* x16 = q + r * k + b * BLOCK;
+      const float* by = room + r * g.span;
+      const __m512i low = _mm512_dpwssd_epi32(_mm512_setzero_si512(), v[0], load64(x16));
       if constexpr (HALVES) {
-        const __m512i second = _mm512_dpwssd_epi32(_mm512_setzero_si512(), v[1], load64(block + HALF));
-        acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(first), _mm512_set1_ps(by[2 * b]), acc[r]);
-        acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(second), _mm512_set1_ps(by[2 * b + 1]), acc[r]);
+        const __m512i high = _mm512_dpwssd_epi32(_mm512_setzero_si512(), v[1], load64(x16 + HALF));
+        first[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), _mm512_set1_ps(by[2 * b]), first[r]);
+        second[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(by[2 * b + 1]), second[r]);
       } else {
-        const __m512i both = _mm512_dpwssd_epi32(first, v[1], load64(block + HALF));
-        acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(both), _mm512_set1_ps(by[b]), acc[r]);
+        const __m512i both = _mm512_dpwssd_epi32(low, v[1], load64(x16 + HALF));
+        first[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(both), _mm512_set1_ps(by[b]), first[r]);
       }
     }
-  }
-  for (int r = 0; r < R; ++r) store(out + r * stride + n, sum16(acc[r]) + start[r]);
+  };
+  int64_t b = 0;
+  for (; b + 2 <= whole; b += 2) block(b, acc, more), block(b + 1, more, acc);
+  if (b < whole) block(b, acc, more);
+  for (int r = 0; r < R; ++r) store(out + r * stride + n, sum16(_mm512_add_ps(acc[r], more[r])) + start[r]);
 }
 
 }  // namespace pdq::wide
