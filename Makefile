@@ -37,7 +37,7 @@ $(BIN)/python:
 test: $(VENV)/.installed-dev lint
 	@sh tests/setup.sh
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/engine
-	$(BIN)/python -m pytest tests/proc tests/tui tests/cli
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/cli tests/tui tests/proc
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -108,6 +108,13 @@ class EngineSettings:
         "uses those of torch only",
         choices=("auto", "torch"),
     )
+    prefill_rows: int | None = _setting(
+        None,
+        "most rows (tokens x requests) of a prompt that run at once, longer ones in pieces; left out, as the kernel table "
+        "says; 0 never cuts one",
+        unit="rows",
+        least=0,
+    )
     tuned: str = _setting(
         "auto",
         "auto takes the kernels that `pdq-tui tune` measured as fastest on this machine; off keeps the order of the tables",

@@ -7,7 +7,6 @@ heavy is imported here: what torch knows is asked in a child process, what the s
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import selectors
@@ -26,7 +25,7 @@ from pdq_tui import locations
 from pdq_tui.core.catalog import policies
 from pdq_tui.core.datasheet import data_sheet
 from pdq_tui.core.formats import default_of, formats
-from pdq_tui.core.kernels import Capability, load_kernels
+from pdq_tui.core.kernels import Capability, KernelTable
 from pdq_tui.core.metrics import counted
 from pdq_tui.core.protocol import (
     ProtocolError,
@@ -37,9 +36,9 @@ from pdq_tui.core.protocol import (
     decode_event,
     encode,
 )
-from pdq_tui.core.tuned import in_use
 from pdq_tui.errors import PdqError
 from pdq_tui.host import demo
+from pdq_tui.host.machine import MeasuredPeaks, look
 from pdq_tui.host.process import worker_environment
 from pdq_tui.host.runs import leftovers
 from pdq_tui.host.supervisor import SENSORS_ARGV
@@ -52,39 +51,10 @@ USEFUL: Final = {
     "gguf": "GGUF files, the demo model's among them, need it",
     "nvidia-ml-py": "without it there are no GPU sensors",
 }
-ENGINE_TIMEOUT_S: Final = 180.0
 SENSORS_TIMEOUT_S: Final = 6.0
 #: A demo model, converted, and a run: less than this is worth a word.
 FREE_BYTES: Final = 1_000_000_000
 _FORMATS: Final = tuple(fmt for fmt in formats() if not fmt.dense or fmt == default_of("bf16"))
-
-#: Run by a child: the engine's own device, seen through the engine's own eyes. Its last line of output is JSON.
-_ENGINE: Final = """
-import json, os, sys
-out = os.dup(1); os.dup2(2, 1)
-import msgspec
-from pathlib import Path
-from pdq_tui.core.kernels import load_kernels
-from pdq_tui.engine import native, peaks, tune
-from pdq_tui.engine.device import open_device
-from pdq_tui.engine.kernels import capability
-from pdq_tui.errors import PdqError
-kind, threads, built, cache = sys.argv[1:]
-try:
-    device = open_device(kind, None, int(threads) if threads else None)
-    info = device.info()
-    body = {"info": msgspec.to_builtins(info), "capability": msgspec.to_builtins(capability(device, buildable=True))}
-    native_kernels = native.built(Path(built)) if built else None
-    found = peaks.cached(info, Path(cache), native_kernels if info.kind == "cpu" else None)
-    body["peaks"] = None if found is None else {
-        "read_gbps": found.read_gbps, "read_method": found.read_method, "copy_gbps": found.copy_gbps,
-        "compute_tflops": found.compute_tflops,
-    }
-    body["stamp"] = tune.stamp(info, load_kernels(device.kind), native_kernels)
-except PdqError as error:
-    body = {"error": error.message, "hint": error.hint}
-os.write(out, json.dumps(body).encode())
-"""
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -289,83 +259,55 @@ def _decoded(line: bytes) -> Any:
 def engine(device: str, settings: Engine) -> Iterator[Check]:
     """torch's view of the device, and which kernels fit each format there."""
     try:
-        child = subprocess.run(
-            [
-                sys.executable,
-                "-P",
-                "-c",
-                _ENGINE,
-                device,
-                str(settings.threads or ""),
-                str(locations.cache_dir() / "native") if settings.kernels == "auto" else "",
-                str(locations.cache_dir()),
-            ],
-            check=False,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            env=worker_environment(),
-            timeout=ENGINE_TIMEOUT_S,
-        )
-        body = json.loads(child.stdout)
-    except subprocess.TimeoutExpired:
-        text = f"torch was not there after {ENGINE_TIMEOUT_S:.0f} s"
-        yield Check("engine", "fail", text, "the disk or the driver may hang")
+        here = look(device, settings.threads, settings.kernels)
+    except PdqError as error:
+        yield Check("engine", "fail", error.message, error.hint)
         return
-    except ValueError:  # no JSON: what the child printed last says why
-        last = child.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-        text = f"the engine cannot be imported (exit {child.returncode}): {''.join(last)}"
-        yield Check("engine", "fail", text, "install pdq-tui again (make run)")
+    info = here.info
+    memory = f", {info.memory_bytes / 2**30:.1f} GiB" if info.memory_bytes else ""
+    threads = f", {counted(info.threads, 'thread')} ({info.threads_reason})" if info.kind == "cpu" else ""
+    yield Check("engine", "ok", f"device {info.kind}: {info.name}{memory}{threads}")
+    if info.kind == "cpu" and info.cpu and info.cpu != info.name:
+        yield Check("engine", "ok", f"CPU {info.cpu}")
+    yield from peaks(info.name, here.peaks)
+    try:
+        table, tuned = here.kernels(settings.tuned)
+    except PdqError as error:
+        yield Check("kernels", "fail", error.message, error.hint)
         return
-    if "error" in body:
-        yield Check("engine", "fail", body["error"], body["hint"])
-        return
-    info = body["info"]
-    memory = f", {info['memory_bytes'] / 2**30:.1f} GiB" if info.get("memory_bytes") else ""
-    threads = (
-        f", {counted(info['threads'], 'thread')} ({info['threads_reason']})" if info["kind"] == "cpu" else ""
-    )
-    yield Check("engine", "ok", f"device {info['kind']}: {info['name']}{memory}{threads}")
-    if info["kind"] == "cpu" and info.get("cpu") and info["cpu"] != info["name"]:
-        yield Check("engine", "ok", f"CPU {info['cpu']}")
-    yield from peaks(info["name"], body.get("peaks"))
-    yield from kernels(msgspec.convert(body["capability"], Capability))
-    tuned = in_use(info["kind"], body["stamp"], wanted=settings.tuned)
+    yield from kernels(table, here.capability)
     yield Check("kernels", "warn" if tuned.level == "warn" else "ok", tuned.text, tuned.hint)
 
 
-def peaks(name: str, found: Mapping[str, Any] | None) -> Iterator[Check]:
+def peaks(name: str, found: MeasuredPeaks | None) -> Iterator[Check]:
     """What was measured of this device, beside what its data sheet promises."""
     if found is None:
         yield Check("peaks", "ok", "not measured yet: the first model that is loaded does, in 2 to 4 s")
     else:
-        reads = (
-            f"reads {found['read_gbps']:.4g} GB/s ({found['read_method']})"
-            if found["read_gbps"]
-            else "reads n/a"
-        )
-        copies = f"copies {found['copy_gbps']:.4g} GB/s" if found["copy_gbps"] else "copies n/a"
-        rates = ", ".join(f"{d} {t:.3g}" for d, t in sorted(found["compute_tflops"].items()))
+        reads = f"reads {found.read_gbps:.4g} GB/s ({found.read_method})" if found.read_gbps else "reads n/a"
+        copies = f"copies {found.copy_gbps:.4g} GB/s" if found.copy_gbps else "copies n/a"
+        rates = ", ".join(f"{d} {t:.3g}" for d, t in sorted(found.compute_tflops.items()))
         yield Check("peaks", "ok", f"measured: {reads}, {copies}; TFLOP/s: {rates or 'n/a'}")
+        if found.warning is not None:
+            yield Check(
+                "peaks", "warn", f"{found.words}: {found.warning}", "load a model while nothing else runs"
+            )
+        elif found.words:
+            yield Check("peaks", "ok", found.words)
     sheet = data_sheet(name)
     if sheet is None:
         yield Check("peaks", "ok", f"no data sheet of {name} is known here")
         return
     rates = ", ".join(f"{d} {t:.4g}" for d, t in sorted(sheet.compute_tflops.items()))
-    share = (
-        f" ({found['read_gbps'] / sheet.read_gbps:.0%} of it read)" if found and found["read_gbps"] else ""
-    )
+    share = f" ({found.read_gbps / sheet.read_gbps:.0%} of it read)" if found and found.read_gbps else ""
     yield Check(
         "peaks", "ok", f"data sheet of {sheet.board}: {sheet.read_gbps:.0f} GB/s{share}; TFLOP/s: {rates}"
     )
 
 
-def kernels(capability: Capability, dtype: str = "bf16") -> Iterator[Check]:
-    """Per format, the kernels whose limits this device meets; layers have limits of their own."""
-    try:
-        table = load_kernels(capability.kind)
-    except PdqError as error:
-        yield Check("kernels", "fail", error.message, error.hint)
-        return
+def kernels(table: KernelTable, capability: Capability, dtype: str = "bf16") -> Iterator[Check]:
+    """Per format, the kernels whose limits this device meets, best ranked first, and those that were measured fastest here;
+    layers have limits of their own."""
     has = ", ".join(capability.features) or "none of avx2, avx512, bf16, vnni, amx"
     if capability.kind == "cpu":
         yield Check("kernels", "ok", f"CPU arithmetic: {has}")
@@ -373,7 +315,9 @@ def kernels(capability: Capability, dtype: str = "bf16") -> Iterator[Check]:
         fits = [c for c in table.of(fmt) if c.misfit(capability, dtype) is None]
         if fits:
             ranked = sorted(fits, key=lambda c: (c.rank, c.name))
-            yield Check("kernels", "ok", f"{fmt.label}: {', '.join(c.name for c in ranked)}")
+            fastest = "" if table.tuned is None else table.tuned.words(fmt)
+            measured = f"; measured here: {fastest}" if fastest else ""
+            yield Check("kernels", "ok", f"{fmt.label}: {', '.join(c.name for c in ranked)}{measured}")
         else:
             reasons = {str(c.misfit(capability, dtype)) for c in table.of(fmt)} or {"no kernel is known"}
             yield Check(

@@ -7,6 +7,7 @@ COMMANDS: Final = {
     "app": "app",
     "run": "run",
     "evaluate": "evaluate",
+    "search": "search",
     "recheck": "recheck",
     "note": "note",
     "compare": "compare",

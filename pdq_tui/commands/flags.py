@@ -193,6 +193,7 @@ def load_of(
         layers=e.layers,
         kernels=e.kernels,
         tuned=e.tuned,
+        prefill_rows=e.prefill_rows,
     )
     if model == DEMO:
         # Without a source it is fetched first.

@@ -121,7 +121,12 @@ def check(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option("--device", metavar="cpu|cuda", help="Whose kernels are meant: cpu or cuda.")
+        str,
+        typer.Option(
+            "--device",
+            metavar="cpu|cuda|here",
+            help="Whose kernels are meant: a plain cpu or cuda device, or here: this machine's, with what `tune` measured.",
+        ),
     ] = "cpu",
     rows: Annotated[
         int,
@@ -146,13 +151,14 @@ def check(
         ]
         emit(columns(rows_, ("policy", "valid", "storage", "prefill", "decode", "kv", "digest")))
         return
-    from pdq_tui.commands.predicted import directory, predicted, table
+    from pdq_tui.commands import predicted
 
     predictions, told = [], []
     unfit: UnfitError | None = None
+    on, folder = predicted.device(device), predicted.directory(model)
     for p in found:
         try:
-            predictions.append(predicted(p, directory(model), device, rows * batch, batch))
+            predictions.append(predicted.predicted(p, folder, on, rows * batch, batch))
             told.append(msgspec.to_builtins(predictions[-1]))
         except UnfitError as error:
             if unfit is not None:
@@ -162,7 +168,7 @@ def check(
     if as_json:
         emit(json.dumps(told, indent=1))
     elif predictions:
-        emit(table(predictions))
+        emit(predicted.table(predictions))
     if unfit is not None:
         raise unfit
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+import msgspec
 
 from pdq_tui import locations
-from pdq_tui.commands.common import columns
+from pdq_tui.commands.common import columns, settings
 from pdq_tui.commands.flags import DEMO
-from pdq_tui.core.kernels import load_kernels
+from pdq_tui.core.kernels import DEVICES, Capability, KernelTable, load_kernels
 from pdq_tui.core.policy import Policy
-from pdq_tui.core.predict import REFUSED, Prediction, predict
+from pdq_tui.core.predict import REFUSED, Prediction, StagePrediction, predict
 from pdq_tui.core.shapes import read_shapes
 from pdq_tui.errors import UsageError
 
@@ -25,8 +29,40 @@ def directory(model: str) -> Path:
     return copies[-1].parent
 
 
-def predicted(policy: Policy, model: Path, device: str, prefill_rows: int, decode_rows: int) -> Prediction:
-    return predict(policy, read_shapes(model), load_kernels(device), prefill_rows, decode_rows)
+#: This machine, as the engine sees it, in place of a kind of device.
+HERE: Final = "here"
+
+
+@dataclass(frozen=True)
+class On:
+    """The kernels of a device. ``capability`` None: of a plain one of its kind. ``tuned``: what is said of the tuned kernel
+    table; "" where nobody asked."""
+
+    table: KernelTable
+    capability: Capability | None = None
+    tuned: str = ""
+
+
+def device(word: str) -> On:
+    """ "cpu" and "cuda": a plain one, with the shipped order of kernels. "here": this machine's own, with what `tune`
+    measured first; takes the seconds that importing torch takes. Raises UsageError, PdqError."""
+    if word != HERE:
+        if word not in DEVICES:
+            raise UsageError(
+                f"--device: {word!r} is not a legal value", f"legal: {', '.join((*DEVICES, HERE))}"
+            )
+        return On(load_kernels(word))
+    from pdq_tui.host.machine import look
+
+    engine = settings().settings.engine
+    machine = look(engine.device, engine.threads, engine.kernels)
+    table, tuned = machine.kernels(engine.tuned)
+    return On(table, machine.capability, tuned.text)
+
+
+def predicted(policy: Policy, model: Path, on: On, prefill_rows: int, decode_rows: int) -> Prediction:
+    found = predict(policy, read_shapes(model), on.table, prefill_rows, decode_rows, on.capability)
+    return msgspec.structs.replace(found, notes=(*found.notes, on.tuned)) if on.tuned else found
 
 
 def table(predictions: Sequence[Prediction]) -> str:
@@ -34,6 +70,7 @@ def table(predictions: Sequence[Prediction]) -> str:
         "policy",
         "stage",
         "format",
+        "kernel",
         "converted",
         "bits/weight",
         "MiB",
@@ -53,6 +90,7 @@ def table(predictions: Sequence[Prediction]) -> str:
                     p.policy if first else "",
                     stage,
                     " + ".join(s.formats),
+                    kernels(s),
                     f"{share:.1%}",
                     "-" if s.bits_per_weight is None else f"{s.bits_per_weight:.2f}",
                     mib(s.bytes),
@@ -71,6 +109,11 @@ def table(predictions: Sequence[Prediction]) -> str:
         notes += [f"{p.policy}: {note}" for note in p.notes if note.startswith(REFUSED)]
     notes += dict.fromkeys(note for p in predictions for note in p.notes if not note.startswith(REFUSED))
     return columns(rows, head) + "".join(f"- {note}\n" for note in notes)
+
+
+def kernels(s: StagePrediction) -> str:
+    """Names, of the most layers first."""
+    return " + ".join(sorted(s.kernels, key=lambda name: -s.kernels[name]))
 
 
 def kv_bytes(p: Prediction, stage: str) -> str:

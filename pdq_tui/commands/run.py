@@ -78,7 +78,12 @@ def run(
         bool, typer.Option("--json", help="The JSON document of the run on stdout (schema 1).")
     ] = False,
     hard: Annotated[
-        bool, typer.Option("--hard", help="Fail where any layer would fall back to another kernel or format.")
+        bool,
+        typer.Option(
+            "--hard",
+            help="Fail where anything would fall back: a layer to another kernel or format, decoder layers to single operators, the KV "
+            "cache to another kernel, a long prompt to one piece.",
+        ),
     ] = False,
     name: Annotated[
         str, typer.Option("--name", metavar="TEXT", help="A note that is kept with the snapshots.")

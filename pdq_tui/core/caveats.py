@@ -60,6 +60,11 @@ def _arm_warnings(facts: Facts, label: str) -> list[str]:
     for f in ready.fallbacks if ready else ():
         times = f" in {f.modules} modules" if f.modules != 1 else ""
         out.append(f"{label}: {f.stage} of {f.module} runs {f.used} instead of {f.wanted}{times}: {f.reason}")
+    pieces = max((r.prefill_pieces for r in used), default=1)
+    if pieces > 1:
+        cover = ready.coverage.get("prefill") if ready else None
+        most = f" of at most {cover.rows} rows ({cover.rows_reason})" if cover and cover.rows else ""
+        out.append(f"{label}: prompts ran in up to {pieces} pieces{most}: each reads all weights again")
     traced = facts.trace_of(label)
     out += [f"{label}: {text}" for text in flagged(traced.policy, traced.stages)] if traced else []
     alone = [r for r in requests if r.kind == "solo" and r.valid and not r.cancelled]

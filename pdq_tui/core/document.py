@@ -162,6 +162,7 @@ def _device(facts: Facts) -> Json | None:
     out["read_peak_method"] = d.read_peak_method
     out["compute_peak_tflops"] = dict(d.compute_peak_tflops)
     put(out, "copy_peak_gbps", d.copy_peak_gbps, "no copy peak was measured")
+    out["peaks_from"] = d.peaks_from
     sheet = data_sheet(d.name)
     put(
         out,
@@ -423,6 +424,10 @@ def _coverage(c: Coverage) -> Json:
     found: Json = msgspec.to_builtins(c)
     if c.runner_reason is None:  # itself a reason: absent where there is none
         del found["runner_reason"]
+    if c.rows is None:  # whole: with the reason where somebody asked for pieces
+        del found["rows"]
+        if not c.rows_reason:
+            del found["rows_reason"]
     return found
 
 

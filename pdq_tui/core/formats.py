@@ -33,6 +33,8 @@ class Kind(msgspec.Struct, frozen=True):
     activations  activations that it may be multiplied with.
     dense        True where the matrix is a plain one in some dtype.
     groups       True where columns of K share a scale in groups.
+    blocks       True where they may, though a channel has one scale unless a group size is named; without activations of
+                 their own.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Kind(msgspec.Struct, frozen=True):
     activations: dict[str, Pair] = msgspec.field(default_factory=lambda: {"model": Pair()})
     dense: bool = False
     groups: bool = False
+    blocks: bool = False
 
 
 _KINDS: Final = (
@@ -50,6 +53,7 @@ _KINDS: Final = (
         "fp8",
         "8-bit floating-point weights (E4M3), a scale per channel",
         {"model": Pair(), "fp8": Pair("w8a8-fp8", "fp8 arithmetic, a scale per token")},
+        blocks=True,
     ),
     Kind(
         "int8",
@@ -133,8 +137,12 @@ def wrong_with(fmt: Format) -> tuple[str, str, str] | None:
             f"{fmt.activations} activations need {' or '.join(takers)} weights, not {fmt.weights}",
             f'set weights = "{takers[0]}" or leave activations out',
         )
-    if not kind.groups:
-        owners = ", ".join(k.name for k in _KINDS if k.groups)
+    if kind.blocks and fmt.group_size and fmt.activations != "model":
+        return "group_size", f"{fmt.activations} activations take a scale per channel", "leave group_size out"
+    if kind.blocks and not fmt.group_size:
+        return None
+    if not kind.groups and not kind.blocks:
+        owners = ", ".join(k.name for k in _KINDS if k.groups or k.blocks)
         return (
             ("group_size", f"{fmt.weights} has no groups", f"group_size belongs to {owners}")
             if fmt.group_size
@@ -155,7 +163,7 @@ def default_of(weights: str, activations: str = "model") -> Format:
 
 
 def formats(groups: tuple[int, ...] = (DEFAULT_GROUP,)) -> Iterator[Format]:
-    """Every legal format, those with groups once for each of ``groups``."""
+    """Every legal format, those with groups once for each of ``groups``; of those that may have groups the one without."""
     for kind in _KINDS:
         for activations in kind.activations:
             for group in groups if kind.groups else (0,):
@@ -165,8 +173,9 @@ def formats(groups: tuple[int, ...] = (DEFAULT_GROUP,)) -> Iterator[Format]:
 @cache
 def _by_label() -> dict[str, Format]:
     found = {fmt.label: fmt for fmt in formats(GROUP_SIZES)}
+    blocks = [Format(kind.name, "model", group) for kind in _KINDS if kind.blocks for group in GROUP_SIZES]
     short = {fmt.label.removesuffix(f"-g{DEFAULT_GROUP}"): fmt for fmt in formats()}
-    return short | found
+    return short | found | {fmt.label: fmt for fmt in blocks}
 
 
 def of_label(label: str) -> Format:
@@ -181,8 +190,8 @@ def packed_bytes(fmt: Format, N: int, K: int, dtype_bytes: int, layout: str = ""
     """Stored bytes of one weight [N, K], K filled up to whole groups, scales included.
 
     int8: a scale an output channel; int4: a scale and a zero point for each group of columns; both in the model's dtype
-    (``dtype_bytes``). nested16: two bytes a weight and the scale of int8. llm-int8, fp8: a float32 scale an output channel; nf4, fp4: a float32 scale a group, in the CPU kernel's
-    ``layout`` a bfloat16 one.
+    (``dtype_bytes``). nested16: two bytes a weight and the scale of int8. llm-int8, fp8: a float32 scale an output channel,
+    fp8 with a group size one a group; nf4, fp4: a float32 scale a group, in the CPU kernel's ``layout`` a bfloat16 one.
     """
     k = K + (-K % fmt.group_size if fmt.group_size else 0)
     match fmt.weights:
@@ -195,7 +204,7 @@ def packed_bytes(fmt: Format, N: int, K: int, dtype_bytes: int, layout: str = ""
         case "nf4" | "fp4":
             return N * k // 2 + k // fmt.group_size * N * (2 if layout == "bnb4-cpu" else 4)
         case "llm-int8" | "fp8":
-            return N * k + N * 4
+            return N * k + N * 4 * (k // fmt.group_size if fmt.group_size else 1)
         case "fp16":
             return N * k * 2
         case "fp32":

@@ -46,8 +46,9 @@ FEATURES: Final[dict[str, str]] = {
 }
 #: What a prediction takes for granted where nobody has looked at a device: packages that come with this program.
 ASSUMED_FEATURES: Final = ("bitsandbytes",)
-#: What runs a decoder layer: transformers' modules as they are, or one program compiled from them by torch's inductor.
-RUNNERS: Final = ("eager", "inductor")
+#: What runs a decoder layer: transformers' modules as they are, one program compiled from them by torch's inductor, or one
+#: call of this project's own.
+RUNNERS: Final = ("eager", "inductor", "native")
 #: op → the layouts of packed bytes that it reads. The engine implements exactly these.
 OPS: Final[dict[str, tuple[str, ...]]] = {
     "linear": ("dense",),
@@ -177,7 +178,7 @@ def _feature_misfit(
 
 
 class LayerRunner(msgspec.Struct, frozen=True):
-    """One way to run the decoder layers of a stage. ``runner`` is of RUNNERS."""
+    """One way to run the decoder layers of a stage. ``runner`` is of RUNNERS; ``max_rows``: None for any number."""
 
     name: str
     runner: str
@@ -185,13 +186,14 @@ class LayerRunner(msgspec.Struct, frozen=True):
     summary: str = ""
     needs: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
+    max_rows: int | None = None
     rank: int = 50
 
 
 class RunnerChoice(msgspec.Struct, frozen=True):
-    """``runner`` of RUNNERS; ``reasons``: why the better ranked ones do not run here."""
+    """``runners`` of RUNNERS, the best first, "eager" not among them; ``reasons``: why others do not run here."""
 
-    runner: str
+    runners: tuple[str, ...]
     reasons: tuple[str, ...] = ()
 
 
@@ -222,15 +224,18 @@ class Use(msgspec.Struct, frozen=True):
         return f"dequantized {self.format.label}" if self.widened else self.format.label
 
 
-def uses_of(policy: Policy, module: str, stage: Stage) -> tuple[Use, Use | None]:
+def uses_of(
+    policy: Policy, module: str, stage: Stage, group_size: int, head: bool = False
+) -> tuple[Use, Use | None]:
     """What ``stage`` makes of the linear layer ``module``, and what the other stage makes of the same bytes, where they must
-    be the same and are used in another way."""
-    formats = {s: policy.format_for(module, s) for s in STAGES}
+    be the same and are used in another way. ``group_size``: of the groups that fit its columns; ``head``: it is the output
+    head, whatever its name."""
+    formats = {s: policy.format_for(module, s, head) for s in STAGES}
     transient = policy.storage == "transient" and can_be_transient(formats["prefill"], formats["decode"])
     uses = {s: Use(formats[s], transient and s == "prefill") for s in STAGES}
     mine, other = uses[stage], uses["decode" if stage == "prefill" else "prefill"]
     same = not policy.apart and not mine.format.dense and mine.format.storage_key == other.format.storage_key
-    return mine, other if same and mine != other else None
+    return mine.grouped(group_size), other.grouped(group_size) if same and mine != other else None
 
 
 class KernelTable(msgspec.Struct, frozen=True):
@@ -240,6 +245,8 @@ class KernelTable(msgspec.Struct, frozen=True):
     candidates: tuple[Candidate, ...]
     origins: tuple[str, ...] = ()
     layers: tuple[LayerRunner, ...] = ()
+    #: The most rows of a prompt that run at once; None: it is never cut.
+    prefill_rows: int | None = None
     #: What was measured on this very machine, in front of the ranks; None: nothing was.
     tuned: TunedTable | None = None
 
@@ -250,17 +257,21 @@ class KernelTable(msgspec.Struct, frozen=True):
             :16
         ]
 
-    def runner(self, stage: str, capability: Capability) -> RunnerChoice:
-        """What runs the decoder layers of ``stage``: the best ranked that this machine can; "eager" always can."""
+    def runners(self, stage: str, rows: int, capability: Capability) -> RunnerChoice:
+        """What may run the decoder layers of ``stage`` for so many rows on this machine; "eager" always can."""
         reasons: list[str] = []
+        found: list[str] = []
         for entry in sorted(self.layers, key=lambda entry: (entry.rank, entry.name)):
             if stage not in entry.stages:
                 continue
             reason = _feature_misfit(entry.name, entry.needs, entry.lacks, capability)
+            if reason is None and entry.max_rows is not None and rows > entry.max_rows:
+                reason = f"{entry.name} takes up to {entry.max_rows} rows"
             if reason is None:
-                return RunnerChoice(entry.runner, tuple(reasons))
-            reasons.append(reason)
-        return RunnerChoice("eager", tuple(reasons))
+                found.append(entry.runner)
+            else:
+                reasons.append(reason)
+        return RunnerChoice(tuple(found), tuple(reasons))
 
     def of(self, fmt: Format, layout: str | None = None) -> list[Candidate]:
         weights = "dense" if fmt.dense else fmt.weights
@@ -418,6 +429,7 @@ def load_kernels(device: str, user_dir: Path | None = None) -> KernelTable:
     found: dict[str, Candidate] = {}
     layers: dict[str, LayerRunner] = {}
     origins = []
+    prefill_rows = None
     for path in (shipped, user):
         if path == user and not path.is_file():
             continue
@@ -425,7 +437,8 @@ def load_kernels(device: str, user_dir: Path | None = None) -> KernelTable:
         found.update({candidate.name: candidate for candidate in table.candidates})
         layers.update({entry.name: entry for entry in table.layers})
         origins.append(str(path))
-    return KernelTable(device, tuple(found.values()), tuple(origins), tuple(layers.values()))
+        prefill_rows = table.prefill_rows or prefill_rows
+    return KernelTable(device, tuple(found.values()), tuple(origins), tuple(layers.values()), prefill_rows)
 
 
 def read_kernels(path: Path, device: str) -> KernelTable:
@@ -440,7 +453,7 @@ def read_kernels(path: Path, device: str) -> KernelTable:
 def parse_kernels(text: str, device: str, origin: str = "kernels") -> KernelTable:
     """Validate one document. Raises UsageError naming file, key and the legal values."""
     doc = toml.parse(text, origin)
-    _known(origin, doc, {"schema", "device", "kernel", "layers"}, "")
+    _known(origin, doc, {"schema", "device", "kernel", "layers", "prefill"}, "")
     if doc.get("schema") != SCHEMA:
         raise UsageError(f"{origin}: schema: {doc.get('schema')!r} is not supported", f"legal: {SCHEMA}")
     if doc.get("device") != device:
@@ -450,7 +463,18 @@ def parse_kernels(text: str, device: str, origin: str = "kernels") -> KernelTabl
         tuple(_candidate(origin, *entry) for entry in _entries(origin, doc, "kernel")),
         (origin,),
         tuple(_layer_runner(origin, *entry) for entry in _entries(origin, doc, "layers")),
+        _prefill_rows(origin, doc.get("prefill", {})),
     )
+
+
+def _prefill_rows(origin: str, entry: Any) -> int | None:
+    if not isinstance(entry, dict):
+        raise UsageError(f"{origin}: prefill: must be a table", "write it as [prefill]")
+    _known(origin, entry, {"rows"}, "prefill.")
+    rows = entry.get("rows")
+    if rows is not None and (not _whole(rows) or rows < 1):
+        raise UsageError(f"{origin}: prefill.rows: {rows!r} is not legal", "legal: whole numbers from 1")
+    return rows
 
 
 def _entries(origin: str, doc: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:

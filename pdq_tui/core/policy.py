@@ -76,6 +76,15 @@ class ServingPolicy(msgspec.Struct, frozen=True):
     mixed: str = "split"
 
 
+#: What families call their output head; GPT-NeoX the second.
+HEADS: Final = ("lm_head", "embed_out")
+
+
+def is_head(module: str) -> bool:
+    """Is the linear layer of this dotted name the output head, as families call it?"""
+    return module.rpartition(".")[2] in HEADS
+
+
 class Policy(msgspec.Struct, frozen=True):
     """A validated policy. Two policies with one ``digest`` do the same thing, whatever they are called."""
 
@@ -111,13 +120,16 @@ class Policy(msgspec.Struct, frozen=True):
     def staged(self) -> bool:
         return self.prefill != self.decode
 
-    def format_for(self, module: str, stage: Stage) -> Format:
-        """The format of the linear layer ``module`` (dotted name) in ``stage``. First matching [[keep]] wins;
-        lm_head stays in the model's dtype unless a [[keep]] names it."""
+    def format_for(self, module: str, stage: Stage, head: bool = False) -> Format:
+        """The format of the linear layer ``module`` (dotted name) in ``stage``. First matching [[keep]] wins; the output
+        head (``head``, or one of its usual names) stays in the model's dtype unless a [[keep]] names it: by its own name,
+        or as lm_head, whatever it is called."""
+        head = head or is_head(module)
+        names = (module, "lm_head") if head else (module,)
         for keep in self.keep:
-            if stage in keep.stages and any(fnmatch.fnmatchcase(module, p) for p in keep.modules):
+            if stage in keep.stages and any(fnmatch.fnmatchcase(n, p) for p in keep.modules for n in names):
                 return keep.format
-        if module == "lm_head" or module.endswith(".lm_head"):
+        if head:
             return Format()
         return self.stage(stage).format
 
@@ -125,6 +137,7 @@ class Policy(msgspec.Struct, frozen=True):
         """A sentence for each pattern of [[keep]] that names none of the model's linear layers: mistyped, most often,
         or of another family."""
         names = list(modules)
+        names += ["lm_head"] if any(map(is_head, names)) else []  # what any head answers to
         return [
             f"[[keep]] {pattern!r} names no linear layer of this model"
             for keep in self.keep

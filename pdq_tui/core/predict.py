@@ -4,20 +4,20 @@ hand, has the last word; this one needs neither."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from pdq_tui.core.formats import GROUP_SIZES, Format, own_bytes, packed_bytes, stored_parts
-from pdq_tui.core.kernels import ASSUMED_FEATURES, Capability, KernelTable, uses_of
+from pdq_tui.core.kernels import ASSUMED_FEATURES, Candidate, Capability, KernelTable, uses_of
 from pdq_tui.core.kv import sliding_words
-from pdq_tui.core.policy import STAGES, Policy, Stage
+from pdq_tui.core.policy import STAGES, Policy, Stage, is_head
 from pdq_tui.core.shapes import Linear, Shapes
 from pdq_tui.errors import OTHER_FORMAT, UnfitError
 
 #: How a note begins that says what the engine will not do.
 REFUSED: Final = "the engine will refuse this:"
-_DTYPE: Final = {2: "bf16", 4: "fp32"}
 #: The device that is meant where nobody says which.
 _PLAIN: Final = {"cpu": "a CPU without special instructions", "cuda": "a GPU of compute capability 9.0"}
 
@@ -31,12 +31,14 @@ class Left(msgspec.Struct, frozen=True):
 
 
 class StagePrediction(msgspec.Struct, frozen=True):
-    """``bits_per_weight``: over the converted parameters; None where nothing is converted."""
+    """``kernels``: linear layers by the kernel that comes first for them. ``bits_per_weight``: over the converted parameters;
+    None where nothing is converted."""
 
     bytes: int
     converted_parameters: int
     total_parameters: int
     formats: dict[str, int]
+    kernels: dict[str, int]
     left: tuple[Left, ...]
     bits_per_weight: float | None
 
@@ -137,6 +139,21 @@ def to_pack(
     return sum(size for k, size in packed(policy).items() if k not in there), sum(there.values())
 
 
+@dataclass(frozen=True)
+class _On:
+    """What layers are placed on. ``rows``: of a call in the stage, and of its output head, which sees the last positions
+    only."""
+
+    shapes: Shapes
+    table: KernelTable
+    capability: Capability
+    rows: dict[Stage, int]
+    head_rows: int
+
+    def rows_of(self, layer: Linear, stage: Stage) -> int:
+        return self.head_rows if is_head(layer.name) else self.rows[stage]
+
+
 def _both(
     policy: Policy,
     shapes: Shapes,
@@ -148,27 +165,30 @@ def _both(
     """Each stage, and the bytes of everything that either of them reads by (layer, storage key)."""
     sm = (9, 0) if table.device == "cuda" else None
     capability = capability or Capability(table.device, ASSUMED_FEATURES, sm)
+    on = _On(shapes, table, capability, {"prefill": prefill_rows, "decode": decode_rows}, decode_rows)
     stored: dict[tuple[str, str], int] = {}
     stages: dict[str, StagePrediction] = {}
     for stage in STAGES:
-        rows = prefill_rows if stage == "prefill" else decode_rows
-        stages[stage], packed = _stage(policy, stage, shapes, table, capability, rows)
+        stages[stage], packed = _stage(policy, stage, on)
         stored |= packed
     return stages, stored
 
 
-def _stage(
-    policy: Policy, stage: Stage, shapes: Shapes, table: KernelTable, capability: Capability, rows: int
-) -> tuple[StagePrediction, dict[tuple[str, str], int]]:
+def _stage(policy: Policy, stage: Stage, on: _On) -> tuple[StagePrediction, dict[tuple[str, str], int]]:
+    shapes = on.shapes
     packed: dict[tuple[str, str], int] = {}
     formats: dict[str, int] = {}
+    kernels: dict[str, int] = {}
     left: dict[str, list[Linear]] = {}
     converted = converted_bytes = 0
     source = policy.stage(stage).source
     for layer in shapes.linears:
         wanted = policy.format_for(layer.name, stage)
-        _runs(wanted, policy, stage, shapes, table, capability)
-        used, layout, reason = _fit(wanted, policy, stage, layer, shapes, table, capability, rows)
+        _runs(wanted, policy, stage, on)
+        used, kernel, reason = _fit(wanted, policy, stage, layer, on)
+        layout = kernel.layout if kernel is not None else "dense"
+        if kernel is not None:
+            kernels[kernel.name] = kernels.get(kernel.name, 0) + 1
         if reason is None and used.dense and not policy.stage(stage).format.dense:
             reason = "kept in the model's dtype by the policy or, as the head, unless named"
         if reason is not None:
@@ -188,6 +208,7 @@ def _stage(
         converted_parameters=converted,
         total_parameters=sum(x.parameters for x in shapes.linears) + sum(n for _, n in shapes.fused),
         formats=formats,
+        kernels=kernels,
         left=tuple(
             Left(tuple(x.name for x in layers), sum(x.parameters for x in layers), reason)
             for reason, layers in left.items()
@@ -197,34 +218,26 @@ def _stage(
     return prediction, packed
 
 
-def _runs(
-    wanted: Format, policy: Policy, stage: Stage, shapes: Shapes, table: KernelTable, capability: Capability
-) -> None:
+def _runs(wanted: Format, policy: Policy, stage: Stage, on: _On) -> None:
     """Raises UnfitError where nothing on this device runs ``wanted``, whatever the layer's shape."""
     if wanted.dense:
         return
-    refusal = table.refusal(wanted, _DTYPE.get(shapes.dtype_bytes, "bf16"), capability)
+    refusal = on.table.refusal(wanted, on.shapes.dtype, on.capability)
     if refusal is not None:
         raise UnfitError(
-            f"{policy.name}: {wanted.label} in {stage} does not run on {table.device}: {refusal}",
+            f"{policy.name}: {wanted.label} in {stage} does not run on {on.table.device}: {refusal}",
             OTHER_FORMAT,
         )
 
 
 def _fit(
-    wanted: Format,
-    policy: Policy,
-    stage: Stage,
-    layer: Linear,
-    shapes: Shapes,
-    table: KernelTable,
-    capability: Capability,
-    rows: int,
-) -> tuple[Format, str, str | None]:
-    """The format that this layer really gets, its layout, and why it is left in the model's dtype if it is."""
+    wanted: Format, policy: Policy, stage: Stage, layer: Linear, on: _On
+) -> tuple[Format, Candidate | None, str | None]:
+    """The format that this layer really gets, the kernel that comes first for it, and why it is left in the model's dtype if
+    it is."""
+    rows, dtype = on.rows_of(layer, stage), on.shapes.dtype
     if wanted.dense:
-        return wanted, "dense", None
-    dtype = _DTYPE.get(shapes.dtype_bytes, "bf16")
+        return wanted, _dense(wanted, layer, rows, on), None
     tried = [wanted]
     if wanted.group_size and policy.on_misfit == "smaller-group":
         tried += [
@@ -237,10 +250,14 @@ def _fit(
         if fmt.group_size and layer.K % fmt.group_size and policy.on_misfit != "pad":
             continue
         k = layer.K + (-layer.K % fmt.group_size if fmt.group_size else 0)
-        use, beside = (each and each.grouped(fmt.group_size) for each in uses_of(policy, layer.name, stage))
-        assert use is not None
-        choice = table.place(use, layer.N, k, rows, dtype, capability, beside=beside)
+        use, beside = uses_of(policy, layer.name, stage, fmt.group_size)
+        choice = on.table.place(use, layer.N, k, rows, dtype, on.capability, beside=beside)
         if choice.candidate is not None:
-            return fmt, choice.candidate.layout, None
+            return fmt, choice.candidate, None
         reason = choice.reasons[-1]
-    return Format(), "dense", reason
+    return Format(), _dense(Format(), layer, rows, on), reason
+
+
+def _dense(fmt: Format, layer: Linear, rows: int, on: _On) -> Candidate | None:
+    dtype = {"fp16": "fp16", "fp32": "fp32"}.get(fmt.weights, on.shapes.dtype)
+    return on.table.choose(fmt, layer.N, layer.K, rows, dtype, on.capability).candidate

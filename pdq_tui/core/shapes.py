@@ -31,6 +31,8 @@ _ROUTERS: Final = (".gate.weight", ".router.weight")
 #: Model types whose every layer slides where config.json says a window and no layer types.
 _ALL_SLIDE: Final = ("mistral", "mixtral", "phi3", "starcoder2")
 _BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+#: Names of the dtypes that a model runs in; others are loaded as the first.
+_DTYPES: Final = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 _HEADER_LIMIT: Final = 100_000_000
 
 
@@ -50,11 +52,12 @@ class Linear(msgspec.Struct, frozen=True):
 
 
 class Shapes(msgspec.Struct, frozen=True):
-    """``other_bytes``: every tensor that is no linear layer's weight. ``fused``: (name, parameters) of weights with
+    """``dtype``: short name of what most linear weights are stored in. ``other_bytes``: every tensor that is no linear layer's weight. ``fused``: (name, parameters) of weights with
     more than two dimensions that are no experts', and of routers. ``kv`` None with a reason in ``kv_reason``, which
     else may say what it does not tell."""
 
     path: str
+    dtype: str
     dtype_bytes: int
     linears: tuple[Linear, ...]
     fused: tuple[tuple[str, int], ...]
@@ -82,12 +85,12 @@ def read_shapes(folder: Path) -> Shapes:
     for file in files:
         tensors |= _header(file)
     transposed = config.get("model_type") in _TRANSPOSED
-    linears, fused, other, widths = [], [], 0, []
+    linears, fused, other, stored = [], [], 0, []
     mixtures = _experts(tensors)
     for name, (dtype, shape) in tensors.items():
         size = _BYTES.get(dtype, 1)
         if _expert(name, shape):
-            widths.append(size)
+            stored.append(dtype)
             continue
         parameters = 1
         for edge in shape:
@@ -102,7 +105,7 @@ def read_shapes(folder: Path) -> Shapes:
         ):
             N, K = (shape[1], shape[0]) if transposed and "lm_head" not in name else (shape[0], shape[1])
             linears.append(Linear(module, N, K))
-            widths.append(size)
+            stored.append(dtype)
             continue
         if len(shape) > 2 or router:
             fused.append((name, parameters))
@@ -113,9 +116,10 @@ def read_shapes(folder: Path) -> Shapes:
     )
     if not any("lm_head" in x.name for x in linears) and embedding is not None and len(embedding) == 2:
         linears.append(Linear("lm_head", embedding[0], embedding[1], tied=True))
-    width = max(set(widths), key=widths.count) if widths else 2
+    most = max(set(stored), key=stored.count) if stored else "BF16"
+    width = _BYTES.get(most, 1)
     kv, why = _kv(config, width)
-    return Shapes(str(folder), width, tuple(linears), tuple(fused), other, kv, why)
+    return Shapes(str(folder), _DTYPES.get(most, "bf16"), width, tuple(linears), tuple(fused), other, kv, why)
 
 
 def _expert(name: str, shape: list[int]) -> re.Match[str] | None:

@@ -34,8 +34,10 @@ STEP: Final = "ProfilerStep#"
 
 GEMM: Final = "weight GEMM"
 GEMV: Final = "weight GEMV"
+#: A decoder layer that is one call of ours: products, attention, cache and norms together.
+LAYER: Final = "whole layer"
 CATEGORIES: Final = (
-    GEMM, GEMV, "dequantize", "quantize", "attention", "KV", "norm/rope/elementwise", "sampling", "copies", "other",
+    LAYER, GEMM, GEMV, "dequantize", "quantize", "attention", "KV", "norm/rope/elementwise", "sampling", "copies", "other",
 )  # fmt: skip
 #: Rows up to which a product with the weights reads more than it multiplies.
 GEMV_ROWS: Final = 8
@@ -387,6 +389,8 @@ def category(name: str, within: Sequence[str] = (), rows: int | None = None) -> 
     linear = next((w.removeprefix(LINEAR) for w in within if w.startswith(LINEAR)), None)
     if SAMPLE in within:
         return "sampling"
+    if name.startswith("pdq_native::layer_"):
+        return LAYER
     if KV in within or name == "pdq_native::put":
         return "KV"
     if _ATTENTION.search(name) or (linear is None and any(_ATTENTION.search(w) for w in within)):

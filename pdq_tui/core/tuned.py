@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +66,14 @@ def ranges(rows: Iterable[int]) -> list[tuple[int, tuple[int, int]]]:
         found.append((count, (low, high)))
         low = high + 1
     return found
+
+
+def range_words(rows: tuple[int, int]) -> str:
+    """ "1 row", "2 to 8 rows", "from 182 rows"."""
+    low, high = rows
+    if low == high:
+        return f"{low} row{'' if low == 1 else 's'}"
+    return f"from {low} rows" if high >= MANY else f"{low} to {high} rows"
 
 
 class Winner(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +142,26 @@ class TunedTable:
             for layout in layouts
             if all(layout in case for case in by_case.values())
         }
+
+    def words(self, fmt: Format) -> str:
+        """For people: by measured range of rows, the kernels that were fastest and for how many layer shapes; "" where
+        nothing was measured of ``fmt``."""
+        fastest: dict[tuple[str, tuple[int, int]], list[str]] = {}
+        for (label, dtype, _, _), winners in self._by_shape.items():
+            if label != label_of(fmt):
+                continue
+            for rows in dict.fromkeys(w.rows for w in winners):
+                best = min((w for w in winners if w.rows == rows), key=lambda w: w.us)
+                fastest.setdefault((dtype, rows), []).append(best.kernel)
+        dtypes = {dtype for dtype, _ in fastest}
+        told = []
+        for (dtype, rows), kernels in sorted(fastest.items()):
+            each = [
+                f"{name} {count}/{len(kernels)}" if count < len(kernels) else name
+                for name, count in Counter(kernels).most_common()
+            ]
+            told.append(f"{dtype + ' ' if len(dtypes) > 1 else ''}{range_words(rows)} {', '.join(each)}")
+        return "; ".join(told)
 
     def with_winners(self, winners: Sequence[Winner], made: str) -> TunedTable:
         """With these in place of what was known of their formats and shapes."""

@@ -64,16 +64,19 @@ def prefill_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H, q, D], key and value [B, Hkv, q, D], mask bool [B, 1, q, q] or None → [B, q, H, D].
+    """query [B, H, q, D], key and value [B, Hkv, T, D], mask bool [B, 1, q, at least T] or None → [B, q, H, D]. The queries
+    are the last q of T positions (T > q: a prompt in pieces); of a mask the last T columns are theirs.
 
     sliding_window  a query sees that many positions, itself among them; softcap c: scores become c · tanh(score / c).
     """
     _refuse(kwargs)
     _same_window(module, sliding_window)
-    P = query.shape[2]
+    q, T = query.shape[2], key.shape[2]
+    if attention_mask is not None:
+        attention_mask = attention_mask[..., attention_mask.shape[-1] - T :]
     if attention_mask is None and softcap is None and prefill_native.possible(query, key, value):
         return prefill_native.causal(query, key, value, scaling, sliding_window), None
-    if softcap is None and (sliding_window is None or sliding_window >= P):
+    if q == T and softcap is None and (sliding_window is None or sliding_window >= T):
         out = F.scaled_dot_product_attention(
             query,
             key,
@@ -85,17 +88,18 @@ def prefill_attention(
         )
         return out.transpose(1, 2), None
     out = torch.empty_like(query)
-    position = torch.arange(P, device=query.device)
-    for begin in range(0, P, BLOCK):
-        end = min(P, begin + BLOCK)
-        low = max(0, begin - sliding_window + 1) if sliding_window is not None else 0
-        ahead = position[begin:end, None] - position[None, low:end]
+    position = torch.arange(T, device=query.device)
+    for begin in range(0, q, BLOCK):
+        end = min(q, begin + BLOCK)
+        first, last = begin + T - q, end + T - q  # their positions
+        low = max(0, first - sliding_window + 1) if sliding_window is not None else 0
+        ahead = position[first:last, None] - position[None, low:last]
         seen = ahead >= 0
         if sliding_window is not None:
             seen &= ahead < sliding_window
-        seen = seen if attention_mask is None else seen & attention_mask[:, :, begin:end, low:end]
+        seen = seen if attention_mask is None else seen & attention_mask[:, :, begin:end, low:last]
         out[:, :, begin:end] = _attend(
-            query[:, :, begin:end], key[:, :, low:end], value[:, :, low:end], seen, scaling, softcap
+            query[:, :, begin:end], key[:, :, low:last], value[:, :, low:last], seen, scaling, softcap
         )
     return out.transpose(1, 2), None
 
@@ -196,13 +200,13 @@ def register() -> None:
     AttentionInterface.register(DECODE, decode_attention)
 
 
-def prefill_mask(pad: Tensor, P: int) -> Tensor:
-    """bool [B, 1, P, P], True where a query may look: causal, not at padding. A padded query sees itself alone, so that
-    its softmax is defined; nothing reads its result."""
+def prefill_mask(pad: Tensor, P: int, first: int = 0) -> Tensor:
+    """bool [B, 1, P - first, P], True where a query, from ``first`` on, may look: causal, not at padding. A padded query
+    sees itself alone, so that its softmax is defined; nothing reads its result."""
     position = torch.arange(P, device=pad.device)
-    causal = position[None, :] <= position[:, None]
+    causal = position[None, :] <= position[first:, None]
     real = position[None, :] >= pad[:, None]
-    itself = torch.eye(P, dtype=torch.bool, device=pad.device)
+    itself = position[None, :] == position[first:, None]
     return ((causal[None] & real[:, None, :]) | itself[None])[:, None]
 
 

@@ -23,7 +23,10 @@ class CostModel:
         #: norms, biases, position tables' single rows: read once a pass.
         self.small_bytes = max(census.other_bytes - census.embedding_bytes - fused, 0)
 
-    def _linears(self, placements: Sequence[Placement], tokens: int, sequences: int) -> list[Op]:
+    def _linears(
+        self, placements: Sequence[Placement], tokens: int, sequences: int, passes: int = 1
+    ) -> list[Op]:
+        """``passes``: how often the weights are read, for an equal part of the tokens each."""
         ops = []
         for p in placements:
             arithmetic = p.candidate.arithmetic
@@ -34,18 +37,20 @@ class CostModel:
             if layer.experts:
                 kind, rows = "experts", tokens * layer.routed
                 # at most this many distinct ones; exact for one token
-                read = read * min(layer.experts, rows) // layer.experts
+                read = read * min(layer.experts, -(-rows // passes)) // layer.experts
+            read *= passes
             ops.append(linear(f"{kind} {layer.N}x{layer.K}", layer.N, layer.K, rows, read, arithmetic))
         return ops
 
-    def _rest(self, tokens: int) -> list[Op]:
+    def _rest(self, tokens: int, passes: int = 1) -> list[Op]:
         size = self.kv.dtype.itemsize
         ops = [
             Op("embedding", tokens * self.hidden * size, 0.0, self.dtype),
-            Op("norms and biases", self.small_bytes, 0.0, self.dtype),
+            Op("norms and biases", passes * self.small_bytes, 0.0, self.dtype),
         ]
         ops += [
-            Op("other weights", f.nbytes, 2.0 * f.parameters * tokens, self.dtype) for f in self.census.fused
+            Op("other weights", passes * f.nbytes, 2.0 * f.parameters * tokens, self.dtype)
+            for f in self.census.fused
         ]
         return ops
 
@@ -72,19 +77,31 @@ class CostModel:
         ]
 
     def prefill(
-        self, placements: Sequence[Placement], lengths: Sequence[int], kv: KvPolicy = MODEL_DTYPE
+        self,
+        placements: Sequence[Placement],
+        lengths: Sequence[int],
+        kv: KvPolicy = MODEL_DTYPE,
+        ends: Sequence[int] = (),
     ) -> StageCost:
-        """``lengths``: real prompt tokens of each sequence; padding is no work that had to be done."""
-        tokens = sum(lengths)
+        """``lengths``: real prompt tokens of each sequence; padding is no work that had to be done. ``ends``: positions up
+        to which each piece of a prompt goes; each reads the weights, and the keys and values of those before it."""
+        tokens, passes = sum(lengths), max(1, len(ends))
+        longest = max(lengths, default=0)
+        starts = [0, *ends[:-1]]
 
         def pairs(sight: int) -> float:
             # query n sees min(n, sight) positions
             return sum((m := min(n, sight)) * (m + 1) / 2 + (n - m) * m for n in lengths)
 
+        def positions(sight: int) -> int:
+            # the piece's own, and of those before it what a layer still sees
+            earlier = sum(min(max(0, start - (longest - n)), sight) for start in starts for n in lengths)
+            return tokens + earlier
+
         ops = [
-            *self._linears(placements, tokens, len(lengths)),
-            *self._rest(tokens),
-            *self._attention(kv, "prefill", len(lengths), lambda _: tokens, pairs),
+            *self._linears(placements, tokens, len(lengths), passes),
+            *self._rest(tokens, passes),
+            *self._attention(kv, "prefill", len(lengths), positions, pairs),
         ]
         return StageCost(merged(ops))
 

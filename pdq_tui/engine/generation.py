@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from pdq_tui.core.kv import Stage
 from pdq_tui.core.roofline import StageCost
 from pdq_tui.engine import attention
+from pdq_tui.engine.cancel import check
 from pdq_tui.engine.kv import KvCache
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ class Generation:
         self._pads: list[int] = [0] * batch if pad is None else [int(n) for n in pad.tolist()]
         self._pad = pad.to(device) if pad is not None and any(self._pads) else None
         self._call = owner.caller.logits
+        self._rows = owner.pieces(arm.policy.kv)
+        self._cuts: list[tuple[int, int]] = []
         self._decode = arm.view("decode", batch, batch)
         self._mask: Tensor | None = None
         with torch.inference_mode():
@@ -50,31 +54,49 @@ class Generation:
         """Positions filled, padding included."""
         return self._cache.end
 
+    @property
+    def pieces(self) -> int:
+        """In how many the last prompt went through the model."""
+        return len(self._cuts)
+
     @torch.inference_mode()
-    def prefill(self, ids: Tensor) -> Tensor:
-        """int64 [B, P], left-padded → logits [B, V] of the last position; fills the cache."""
-        return self._prefill(ids, 1)[:, -1]
+    def prefill(self, ids: Tensor, cancelled: Callable[[], bool] = lambda: False) -> Tensor:
+        """int64 [B, P], left-padded → logits [B, V] of the last position; fills the cache. ``cancelled`` is asked between
+        the pieces of a long prompt. Raises Cancelled."""
+        return self._prefill(ids, 1, cancelled)[:, -1]
 
     @torch.inference_mode()
     def score(self, ids: Tensor, keep: int) -> Tensor:
         """The same pass for judging: logits [B, keep, V] of the last ``keep`` positions."""
-        return self._prefill(ids, keep)
+        return self._prefill(ids, keep, lambda: False)
 
-    def _prefill(self, ids: Tensor, keep: int) -> Tensor:
+    def _prefill(self, ids: Tensor, keep: int, cancelled: Callable[[], bool]) -> Tensor:
         B, P = ids.shape
-        view = self._arm.view("prefill", B * P, B * keep)
+        view = self._arm.view("prefill", self._rows.most(B * P), B * keep)
         self._cache.reset()
-        self._cache.advance(P)
-        if self._pad is None:
-            mask = None
-            positions = torch.arange(P, device=ids.device)[None, :]
-        else:
-            positions = attention.prefill_positions(self._pad, P)
-            assert self._mask is not None
-            mask = attention.prefill_mask(self._pad, P) if self._pdq else self._mask[:, :P]
-        logits = self._call(view.model, ids, mask, positions, self._cache, keep)
+        self._cuts = self._rows.cut(B, P)
+        logits = []
+        for first, last in self._cuts:
+            if first:
+                check(cancelled)
+            self._cache.advance(last - first)
+            # Of a piece before those positions one is multiplied, since no model runs without its head.
+            kept = max(1, last - max(first, P - keep))
+            found = self._call(view.model, ids[:, first:last], *self._seen(first, last), self._cache, kept)
+            if last > P - keep:
+                logits.append(found)
         self._position.add_(P)
-        return logits
+        return logits[0] if len(logits) == 1 else torch.cat(logits, dim=1)
+
+    def _seen(self, first: int, last: int) -> tuple[Tensor | None, Tensor]:
+        """(mask, positions) of queries ``first`` to ``last`` over everything up to ``last``."""
+        if self._pad is None:
+            return None, torch.arange(first, last, device=self._position.device)[None, :]
+        positions = attention.prefill_positions(self._pad, last)[:, first:]
+        assert self._mask is not None
+        if not self._pdq:
+            return self._mask[:, :last], positions
+        return attention.prefill_mask(self._pad, last, first), positions
 
     @torch.inference_mode()
     def handoff(self) -> None:
@@ -103,9 +125,12 @@ class Generation:
 
     def prefill_cost(self, P: int) -> StageCost:
         """Bytes and FLOPs of a prefill of P positions; those of padding are not counted."""
-        view = self._arm.view("prefill", self._batch * P, self._batch)
+        view = self._arm.view("prefill", self._rows.most(self._batch * P), self._batch)
         return self._arm.owner.costs.prefill(
-            view.placements, [P - pad for pad in self._pads], self._arm.policy.kv
+            view.placements,
+            [P - pad for pad in self._pads],
+            self._arm.policy.kv,
+            [last for _, last in self._rows.cut(self._batch, P)],
         )
 
     def step_cost(self) -> StageCost:

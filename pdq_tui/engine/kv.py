@@ -173,30 +173,52 @@ class KvCache(Cache):
             return self._decode(key_states, value_states, layer_idx)
         return self._prefill(key_states, value_states, layer_idx)
 
-    def _decode(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Any, Any]:
+    def filled(self, layer: int) -> Filled:
+        """Where ``layer`` decodes, the step that was advanced to included, written or not."""
         store, place = self._places[layer]
-        channels = self._channels[layer]
+        return Filled(store, place, self.end, self._channels[layer])
+
+    def _decode(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Any, Any]:
+        filled = self.filled(layer)
+        store, place, channels = filled.store, filled.layer, filled.channels
         store.write(place, self.start, keys if channels is None else channels.apart(keys), values)
         our_kernel = store.own_kernel and self._own_attention
         if store.plain and not our_kernel and self.end <= store.slots:
             return store.views(place, self.end)
-        filled = Filled(store, place, self.end, channels)
         return filled, filled
 
     def _prefill(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, ...]:
         store, place = self._places[layer]
         if self.kv.convert == "handoff":
             store, place = self._waits(layer), 0
+        past = self._past(store, place, keys.dtype) if self.end > store.slots else None
         store.write(place, self.start, keys, values)
         if store.plain and self.end <= store.slots:
             return store.views(place, self.end)
         read = self._prefill_codec
         if not isinstance(read, Plain) and self.end <= store.slots:
             return tuple(store.read(place, which, 0, self.end, keys.dtype) for which in (0, 1))
-        if self.start:
-            raise RuntimeError("this KV cache takes a prompt in one piece")
+        if self.start and isinstance(read, Plain) and not store.plain:
+            raise RuntimeError(
+                "this KV cache takes a prompt in one piece: it holds another form than prefill reads"
+            )
         # What was just computed; rounded like what was written of it, which a sliding layer has kept the end of only.
-        return read.decode(read.encode(keys), keys.dtype), read.decode(read.encode(values), values.dtype)
+        new = read.decode(read.encode(keys), keys.dtype), read.decode(read.encode(values), values.dtype)
+        if past is None:
+            return new
+        return tuple(torch.cat((before, each), dim=2) for before, each in zip(past, new, strict=True))
+
+    def _past(self, store: KvStore, place: int, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+        """What a sliding layer still holds of earlier pieces of a prompt, oldest first: keys and values [B, kv_heads, n, D].
+        None where there is nothing."""
+        if not self.start:
+            return None
+        if self.start <= store.slots:
+            return tuple(store.read(place, which, 0, self.start, dtype).clone() for which in (0, 1))
+        oldest = self.start % store.slots
+        return tuple(
+            store.read(place, which, 0, store.slots, dtype).roll(-oldest, dims=2) for which in (0, 1)
+        )
 
     def _waits(self, layer: int) -> KvStore:
         waiting = self._waiting[layer]

@@ -87,7 +87,7 @@ class KvPool:
         geometry, kept = self.shape.geometry, self._caches.get(kv, OrderedDict())
         windows = {window for window in geometry.windows if window is not None}
         per_token = geometry.bytes_per_token(kv, "decode")
-        kernel, reason = self._kernel(kv)
+        kernel, reason = self.kernel(kv)
         known = free_bytes is not None
         return KvInfo(
             dtype=self._dtype(kv, "decode"),
@@ -111,15 +111,22 @@ class KvPool:
             capacity_reason=None if known else "this device does not tell how much of its memory is free",
         )
 
-    def _kernel(self, kv: KvPolicy) -> tuple[str, str | None]:
+    def kernel(self, kv: KvPolicy) -> tuple[str, str | None]:
         """What decode attention runs, and why not our own kernel."""
         if not self.own_attention:
             return "transformers", "asked for"
         made = codec(kv, "decode", self.shape.head_dim, self.shape.dtype)
-        reason = kv_native.why_not(made, self.shape.dtype, self.device)
+        reason = self.why_not_native(kv)
         if reason is None:
             return "native", None
         return "torch sdpa" if isinstance(made, Plain) else "torch, by blocks", reason
+
+    def why_not_native(self, kv: KvPolicy) -> str | None:
+        """Why decode reads a cache of ``kv`` by something else than our own kernels; None where it does."""
+        if not self.own_attention:
+            return "only this program's own attention has them"
+        made = codec(kv, "decode", self.shape.head_dim, self.shape.dtype)
+        return kv_native.why_not(made, self.shape.dtype, self.device)
 
     def _dtype(self, kv: KvPolicy, stage: Stage) -> str:
         return DTYPE_NAMES[self.shape.dtype] if kv.dtype(stage) == "bf16" else kv.named(stage)

@@ -1,4 +1,6 @@
-"""Decoder layers as compiled programs: one for all layers of a kind, their tensors its inputs.
+"""Decoder layers as compiled programs, or as calls of our own (``layer_native``): what stands in for a view's modules.
+
+A program serves all layers of a kind, their tensors are its inputs.
 
 A decode step runs the same few dozen operations once a layer; most of its time beside the weights goes into the calls
 between them. A layer is traced once (``make_fx``) with its parameters as inputs and compiled by torch's inductor, so a
@@ -27,11 +29,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from pdq_tui.engine import decoder_native
 from pdq_tui.engine.agreement import Agreement, first_line
 from pdq_tui.engine.attention import UNSUPPORTED, decode_product
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.formats.linears import PackedLinear
 from pdq_tui.engine.kv import KvCache, active_cache
+from pdq_tui.engine.layer_native import NativeLayer
 from pdq_tui.engine.recorded import (
     Call,
     UncompiledError,
@@ -193,14 +197,16 @@ class LayerCompiler:
         model: PreTrainedModel,
         step: Callable[[], Tensor],
         cache: KvCache,
+        runners: Sequence[str],
         progress: Callable[[str], None],
         cancelled: Callable[[], bool],
-    ) -> None:
-        """Put programs in place of ``model``'s decoder layers.
+    ) -> tuple[str, list[str]]:
+        """Put something faster in place of ``model``'s decoder layers: the first of ``runners`` ("native", "inductor") that
+        can; which it was, and why not those before it.
 
         step   runs one decode step of ``model`` on ``cache``, an empty one of at least RECORD_AFTER + RECORDED positions,
                and returns its logits [B, V].
-        Raises UncompiledError, the model unchanged, and Cancelled, likewise.
+        Raises UncompiledError where none can, the model unchanged, and Cancelled, likewise.
         """
         places = find_layers(model)
         if not places:
@@ -214,27 +220,50 @@ class LayerCompiler:
         steps = [record_step(places, step, cache) for _ in range(RECORDED)]
         agreement = Agreement(cache, steps, cancelled)
         calls = steps[-1].calls
-        compiled = []
         self.settle()  # it may be compiling just this
         cache.activate()
-        for number, call in enumerate(calls):
-            signature = signature_of(call)
-            if signature not in self.programs:
-                progress(
-                    f"compiling the decoder layers of this kind once, from layer {number} of {len(calls)}"
-                )
-                self._in_thread(signature, call, cache, cancelled)
-            compiled.append(CompiledLayer(self.programs[signature], call))
-        progress("comparing the compiled layers with the model's own")
-        for number, layer in enumerate(compiled):
-            agreement.compare_layer(number, layer)
-        explained = agreement.rounding_of_logits(step)
-        _replace(model, places, compiled)
-        try:
-            agreement.compare_logits(step, explained)
-        except (UncompiledError, Cancelled):
-            _replace(model, places, [call.layer for call in calls])
-            raise
+        reasons: list[str] = []
+        for runner in runners:
+            try:
+                stand_ins = [
+                    self._stand_in(runner, i, calls, cache, progress, cancelled) for i in range(len(calls))
+                ]
+                progress("comparing the compiled layers with the model's own")
+                for number, layer in enumerate(stand_ins):
+                    agreement.compare_layer(number, layer)
+                explained = agreement.rounding_of_logits(step)
+                _replace(model, places, stand_ins)
+                if runner == "native":
+                    decoder_native.take_over(model)
+                try:
+                    agreement.compare_logits(step, explained)
+                except (UncompiledError, Cancelled):
+                    decoder_native.give_back(model)
+                    _replace(model, places, [call.layer for call in calls])
+                    raise
+            except UncompiledError as why:
+                reasons.append(str(why))
+            else:
+                return runner, reasons
+        raise UncompiledError("; ".join(reasons))
+
+    def _stand_in(
+        self,
+        runner: str,
+        number: int,
+        calls: Sequence[Call],
+        cache: KvCache,
+        progress: Callable[[str], None],
+        cancelled: Callable[[], bool],
+    ) -> nn.Module:
+        call = calls[number]
+        if runner == "native":
+            return NativeLayer(call)
+        signature = signature_of(call)
+        if signature not in self.programs:
+            progress(f"compiling the decoder layers of this kind once, from layer {number} of {len(calls)}")
+            self._in_thread(signature, call, cache, cancelled)
+        return CompiledLayer(self.programs[signature], call)
 
     def _in_thread(
         self, signature: tuple[Any, ...], call: Call, cache: KvCache, cancelled: Callable[[], bool]

@@ -7,28 +7,26 @@ the best of square products that grow until the rate no longer rises: a small on
 
 from __future__ import annotations
 
-import contextlib
+import datetime
 import functools
 import hashlib
 import json
-import os
+import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from pdq_tui.core.protocol import DeviceInfo
-from pdq_tui.engine import native
+from pdq_tui.engine import looks, native
 from pdq_tui.engine.cancel import check
 from pdq_tui.engine.device import Device
-from pdq_tui.engine.runner import Peaks
+from pdq_tui.engine.looks import Look, Looks
 
 #: Raise when a probe changes: cached figures of another version are measured again.
-PROBES_VERSION = 4
-#: How many sessions look, before the cache alone is asked.
-LOOKS = 3
+PROBES_VERSION = 5
 #: Each probe repeats at most this long, in seconds, and at most this often.
 PROBE_S = 0.12
 PROBE_TIMES = 8
@@ -57,36 +55,23 @@ def peaks(
     cache: Path,
     progress: Progress,
     cancelled: Callable[[], bool],
-) -> Peaks:
-    """The device's peaks, from the cache or measured now (2 to 4 s). Raises Cancelled.
+) -> Looks:
+    """What was seen of the device's peaks, with what is measured now (2 to 4 s) where that was not enough. Raises Cancelled.
 
     A peak is the best that was ever seen, and one look may fall into a busy second: the first sessions on a device
-    each look again, and the best is kept.
+    each look again, and so do later ones until enough looks were undisturbed.
     """
-    file = cache / "peaks" / f"{_key(info, native.identity())}.json"
-    looks, known = _read(file)
-    if looks >= LOOKS:
+    file = _file(info, cache, native.identity())
+    known = looks.read(file)
+    if known.enough:
         return known
-    found = _best_of(known, measure(device, info, progress, cancelled))
-    # A cache that cannot be written costs a measurement next time, nothing else.
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f"{file.name}.{os.getpid()}.part")
-        stored = {"device": info.name, "looks": looks + 1, **asdict(found)}
-        part.write_text(json.dumps(stored), encoding="utf-8")
-        part.replace(file)
+    found = Looks((*known.taken, measure(device, info, progress, cancelled)))
+    looks.write(file, info.name, found)
     return found
 
 
-def _best_of(one: Peaks, other: Peaks) -> Peaks:
-    faster = one if (one.read_gbps or 0.0) > (other.read_gbps or 0.0) else other
-    dtypes = one.compute_tflops.keys() | other.compute_tflops.keys()
-    return Peaks(
-        faster.read_gbps,
-        faster.read_method,
-        {d: max(one.compute_tflops.get(d, 0.0), other.compute_tflops.get(d, 0.0)) for d in sorted(dtypes)},
-        max(one.copy_gbps or 0.0, other.copy_gbps or 0.0) or None,
-    )
+def _file(info: DeviceInfo, cache: Path, kernels: str | None) -> Path:
+    return cache / "peaks" / f"{_key(info, kernels)}.json"
 
 
 def _key(info: DeviceInfo, kernels: str | None) -> str:
@@ -97,23 +82,11 @@ def _key(info: DeviceInfo, kernels: str | None) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def _read(file: Path) -> tuple[int, Peaks]:
-    """(how often this device was looked at, the best so far); a damaged file counts as no look."""
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        return int(stored["looks"]), Peaks(
-            float(stored["read_gbps"]),
-            str(stored["read_method"]),
-            {str(name): float(value) for name, value in stored["compute_tflops"].items()},
-            None if stored["copy_gbps"] is None else float(stored["copy_gbps"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 0, Peaks()
-
-
 @torch.inference_mode()
-def measure(device: Device, info: DeviceInfo, progress: Progress, cancelled: Callable[[], bool]) -> Peaks:
+def measure(device: Device, info: DeviceInfo, progress: Progress, cancelled: Callable[[], bool]) -> Look:
     """Try the probes one after the other. A dtype that this device has no product for is left out."""
+    before = looks.cpu_times() if info.kind == "cpu" else None
+    spreads: list[float] = []
     best_gbps, method = None, ""
     products = list(_products(device))
     total = 5 + len(products)
@@ -122,37 +95,47 @@ def measure(device: Device, info: DeviceInfo, progress: Progress, cancelled: Cal
         check(cancelled)
         progress(done, total, f"read peak: {name}")
         done += 1
-        seconds, _ = _best_seconds(device, probe, cancelled)
+        seconds, _ = _best_seconds(device, probe, cancelled, spreads)
         if seconds is not None and (best_gbps is None or bytes_read / seconds / 1e9 > best_gbps):
             best_gbps, method = bytes_read / seconds / 1e9, name
     check(cancelled)
     progress(done, total, "copy peak")
     done += 1
     copied = _copy(device, info)
-    seconds, _ = _best_seconds(device, copied[1], cancelled)
+    seconds, _ = _best_seconds(device, copied[1], cancelled, spreads)
     copy_gbps = None if seconds is None else copied[0] / seconds / 1e9
     tflops: dict[str, float] = {}
     for dtype, product in products:
         check(cancelled)
         progress(done, total, f"compute peak: {dtype}")
         done += 1
-        reached = best_rate(device, product, cancelled)
+        reached = best_rate(device, product, cancelled, spreads)
         if reached is not None:
             tflops[dtype] = max(reached / 1e12, tflops.get(dtype, 0.0))
     if device.torch_device.type == "cpu" and "fp32" in tflops:
         # A CPU without instructions for a narrow type can widen it first: its limit is never below fp32's.
         tflops = {dtype: max(value, tflops["fp32"]) for dtype, value in tflops.items()}
     device.empty_cache()
-    return Peaks(best_gbps, method, tflops, copy_gbps)
+    return Look(
+        read_gbps=best_gbps,
+        read_method=method,
+        compute_tflops=tflops,
+        copy_gbps=copy_gbps,
+        at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        others=looks.others(before, looks.cpu_times()) if before is not None else None,
+        spread=looks.median_spread(spreads),
+    )
 
 
-def best_rate(device: Device, product: Product, cancelled: Callable[[], bool]) -> float | None:
+def best_rate(
+    device: Device, product: Product, cancelled: Callable[[], bool], spreads: list[float] | None = None
+) -> float | None:
     """The highest FLOP/s of square products of growing edge; None where the smallest one cannot be run."""
     edge, largest = EDGES_CPU if device.torch_device.type == "cpu" else EDGES_GPU
     free = device.free_bytes()
     best, spent = None, 0.0
     while True:
-        seconds, took = _best_seconds(device, functools.partial(product, edge), cancelled)
+        seconds, took = _best_seconds(device, functools.partial(product, edge), cancelled, spreads)
         spent += took
         if seconds is None:
             return best
@@ -165,10 +148,12 @@ def best_rate(device: Device, product: Product, cancelled: Callable[[], bool]) -
             return best
 
 
-def _best_seconds(device: Device, probe: Probe, cancelled: Callable[[], bool]) -> tuple[float | None, float]:
+def _best_seconds(
+    device: Device, probe: Probe, cancelled: Callable[[], bool], spreads: list[float] | None = None
+) -> tuple[float | None, float]:
     """(the shortest of a few runs after a first one, what all of them took); the shortest is None where the device has
-    no such operator, or no memory for it."""
-    prepared, timed, best = 0.0, 0.0, None
+    no such operator, or no memory for it. Of three runs or more, how far apart they are is added to ``spreads``."""
+    prepared, runs = 0.0, []
     try:
         run = probe()
         for number in range(1 + PROBE_TIMES):
@@ -181,13 +166,15 @@ def _best_seconds(device: Device, probe: Probe, cancelled: Callable[[], bool]) -
             if number == 0:
                 prepared = seconds
                 continue
-            best = seconds if best is None else min(best, seconds)
-            timed += seconds
-            if timed > PROBE_S:
+            runs.append(seconds)
+            if sum(runs) > PROBE_S:
                 break
     except (RuntimeError, NotImplementedError):
-        return None, prepared + timed
-    return best or None, prepared + timed
+        return None, prepared + sum(runs)
+    best = min(runs, default=0.0)
+    if spreads is not None and len(runs) >= 3 and best > 0:
+        spreads.append(statistics.median(runs) / best - 1)
+    return best or None, prepared + sum(runs)
 
 
 def buffer_bytes(device: Device, info: DeviceInfo) -> int:
@@ -231,11 +218,10 @@ def _copy(device: Device, info: DeviceInfo) -> tuple[int, Probe]:
     return 2 * 4 * elements, probe
 
 
-def cached(info: DeviceInfo, cache: Path, kernels: str | None) -> Peaks | None:
-    """What earlier sessions measured of this device; nothing is measured now. ``kernels``: identity of our own CPU
-    kernels as those sessions had them."""
-    looks, known = _read(cache / "peaks" / f"{_key(info, kernels)}.json")
-    return known if looks else None
+def told(info: DeviceInfo, cache: Path, kernels: str | None) -> dict[str, Any] | None:
+    """What earlier sessions measured of this device, for people; nothing is measured now. ``kernels``: identity of our own
+    CPU kernels as those sessions had them."""
+    return looks.told(looks.read(_file(info, cache, kernels)))
 
 
 def _products(device: Device) -> Iterator[tuple[str, Product]]:

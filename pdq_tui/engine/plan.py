@@ -136,7 +136,7 @@ class Planner:
         # Any layer may come to a dense product: as the format that is asked for, or where that one does not fit.
         shapes = {"dense": {(layer.N, layer.K) for layer in self.census.layers}}
         for layer in self.census.layers:
-            fmt = policy.format_for(layer.name, stage)
+            fmt = policy.format_for(layer.name, stage, layer.head)
             shapes.setdefault("dense" if fmt.dense else fmt.weights, set()).add((layer.N, layer.K))
         return [
             (c, dtype, N, K)
@@ -156,7 +156,7 @@ class Planner:
         rows: int,
         broken: Mapping[ProbeKey, str],
     ) -> Placement:
-        wanted = policy.format_for(layer.name, stage)
+        wanted = policy.format_for(layer.name, stage, layer.head)
         left = None
         if wanted.dense and not policy.stage(stage).format.dense:
             kept = (
@@ -171,10 +171,7 @@ class Planner:
         bad = {name: why for (name, d, n, kk), why in broken.items() if (d, n, kk) == (own, layer.N, layer.K)}
         used, k, reason = fit_groups(wanted, layer.K, policy.on_misfit)
         if used is not None:
-            use, beside = (
-                each and each.grouped(used.group_size) for each in uses_of(policy, layer.name, stage)
-            )
-            assert use is not None
+            use, beside = uses_of(policy, layer.name, stage, used.group_size, layer.head)
             choice = self.table.place(
                 use, layer.N, k, rows, self._dtype_name(used), self.capability, bad, beside
             )
@@ -201,7 +198,7 @@ class Planner:
 
 def fit_groups(fmt: Format, K: int, on_misfit: str) -> tuple[Format | None, int, str | None]:
     """(format to use or None to leave dense, K with padding, what was changed and why)."""
-    if not fmt.kind.groups:
+    if not fmt.kind.groups and not fmt.group_size:
         return fmt, K, None
     group = fmt.group_size
     if group not in GROUP_SIZES:

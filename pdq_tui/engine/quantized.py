@@ -2,11 +2,13 @@
 
 What a layer is, is told from the tensors that the files hold for it; the configuration says how they are to be understood.
 Everything that would be misread is refused with its name before a weight is touched. Layouts: compressed-tensors
-(int-quantized, float-quantized, naive-quantized, pack-quantized), GPTQ of 4 bits, AWQ "gemm", and "fp8" with one scale.
+(int-quantized, float-quantized, naive-quantized, pack-quantized), GPTQ of 4 bits, AWQ "gemm", and "fp8"; FP8 with one scale
+a matrix, a channel or a block of the matrix.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,7 +103,7 @@ def read_quantized(checkpoint: Checkpoint) -> Quantized | None:
         find = _awq
     else:
         _check_compressed(settings, refusal)
-        find = _compressed
+        find = _compressed_finder(_block(settings, refusal))
     layers: dict[str, QuantizedLayer] = {}
     for name in _modules(checkpoint.tensors):
         layer = find(name, checkpoint.tensors, refusal)
@@ -295,9 +297,6 @@ _FORMATS: Final = ("int-quantized", "float-quantized", "naive-quantized", "pack-
 
 
 def _check_compressed(settings: Mapping[str, Any], refusal: _Refusal) -> None:
-    block = settings.get("weight_block_size")
-    if block:
-        raise refusal(_block(block), _BLOCK_HINT)
     if settings.get("quant_method") == "fp8":
         return
     form = settings.get("format")
@@ -310,8 +309,6 @@ def _check_compressed(settings: Mapping[str, Any], refusal: _Refusal) -> None:
         raise refusal("its weights are rotated (transform_config)")
     for group in (settings.get("config_groups") or {}).values():
         weights = group.get("weights") or {}
-        if weights.get("strategy") == "block":
-            raise refusal(_block(weights.get("block_structure") or "?"), _BLOCK_HINT)
         if weights.get("actorder") in ("group", "dynamic", True):
             raise refusal(
                 "its columns are ordered by activation (actorder)", "use a checkpoint without actorder"
@@ -321,38 +318,103 @@ def _check_compressed(settings: Mapping[str, Any], refusal: _Refusal) -> None:
             raise refusal(f"{kind[0]} weights of {kind[1]} bits; int of 4 and 8 and float of 8 are read here")
 
 
-_BLOCK_HINT: Final = "use a checkpoint with a scale per channel, or the model's unquantized one"
+#: Rows and columns of the matrix that share a scale.
+_Block = tuple[int, int]
 
 
-def _block(block: object) -> str:
-    size = " × ".join(map(str, block)) if isinstance(block, (list, tuple)) else str(block)
-    return f"fp8 weights with a scale for each block ({size}), which no layout here holds"
+def _block(settings: Mapping[str, Any], refusal: _Refusal) -> _Block | None:
+    """The size of the blocks that have a scale each; None where there are none."""
+    groups = (settings.get("config_groups") or {}).values()
+    named = [
+        w.get("block_structure")
+        for w in (g.get("weights") or {} for g in groups)
+        if w.get("strategy") == "block"
+    ]
+    if settings.get("weight_block_size"):
+        named.append(settings["weight_block_size"])
+    found = [_edges(each, refusal) for each in named]
+    if len(set(found)) > 1:
+        sizes = ", ".join(f"{n} × {k}" for n, k in sorted(set(found)))
+        raise refusal(f"blocks of several sizes ({sizes}): which layer has which is not read here")
+    return found[0] if found else None
 
 
-def _compressed(name: str, tensors: Mapping[str, Stored], refusal: _Refusal) -> QuantizedLayer | None:
-    if f"{name}.weight_scale_inv" in tensors:
-        raise refusal(_block("weight_scale_inv"), _BLOCK_HINT)
-    if f"{name}.weight_packed" in tensors:
-        return _packed_words(name, tensors, refusal)
-    weight, scale = tensors[f"{name}.weight"], tensors.get(f"{name}.weight_scale")
-    if scale is None:
-        if weight.dtype not in _FLOATS:
-            raise refusal(f"{name}: {weight.dtype} weights without a scale")
-        return None
-    weights = {"I8": "int8", "F8_E4M3": "fp8"}.get(weight.dtype)
-    if weights is None or len(weight.shape) != 2:
-        raise refusal(f"{name}: {weight.dtype} weights {list(weight.shape)} with a scale")
-    N, K = weight.shape
-    if f"{name}.weight_zero_point" in tensors and weights == "int8":
-        raise refusal(f"{name}: int8 weights with zero points")
-    if scale.shape not in ((N, 1), (N,), (1,), (), (1, 1)):
+def _edges(block: object, refusal: _Refusal) -> _Block:
+    parts = block.lower().split("x") if isinstance(block, str) else block  # "128x128", or a list of two
+    try:
+        rows, columns = (int(edge) for edge in parts)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if rows < 1 or columns < 1:
+        raise refusal(f"a scale for each block of {block!r}: two whole numbers are read here")
+    return rows, columns
+
+
+def _compressed_finder(
+    block: _Block | None,
+) -> Callable[[str, Mapping[str, Stored], _Refusal], QuantizedLayer | None]:
+    def find(name: str, tensors: Mapping[str, Stored], refusal: _Refusal) -> QuantizedLayer | None:
+        if f"{name}.weight_packed" in tensors:
+            return _packed_words(name, tensors, refusal)
+        weight = tensors[f"{name}.weight"]
+        leaf = "weight_scale_inv" if f"{name}.weight_scale_inv" in tensors else "weight_scale"
+        scale = tensors.get(f"{name}.{leaf}")
+        if scale is None:
+            if weight.dtype not in _FLOATS:
+                raise refusal(f"{name}: {weight.dtype} weights without a scale")
+            return None
+        weights = {"I8": "int8", "F8_E4M3": "fp8"}.get(weight.dtype)
+        if weights is None or len(weight.shape) != 2:
+            raise refusal(f"{name}: {weight.dtype} weights {list(weight.shape)} with a scale")
+        if scale.dtype not in _FLOATS:
+            raise refusal(f"{name}: scales in {scale.dtype}; {', '.join(_FLOATS)} are read here")
+        N, K = weight.shape
+        if f"{name}.weight_zero_point" in tensors and weights == "int8":
+            raise refusal(f"{name}: int8 weights with zero points")
+        if block is not None and scale.shape == (-(-N // block[0]), -(-K // block[1])):
+            return _blocks(name, weights, (N, K), block, leaf, scale, refusal)
+        if scale.shape not in ((N, 1), (N,), (1,), (), (1, 1)) or leaf == "weight_scale_inv":
+            blocks = f", or one for a block of {block[0]} × {block[1]}" if block is not None else ""
+            raise refusal(
+                f"{name}: {weights} scales {list(scale.shape)}; one for a channel or a matrix is read here{blocks}"
+            )
+        fmt = Format(weights)
+
+        def read(get: Get) -> Imported:
+            return Imported(fmt, get(f"{name}.weight"), get(f"{name}.{leaf}").reshape(-1).expand(N))
+
+        return QuantizedLayer(name, fmt, (N, K), scale.dtype, False, read)
+
+    return find
+
+
+def _blocks(
+    name: str,
+    weights: str,
+    shape: tuple[int, int],
+    block: _Block,
+    leaf: str,
+    scale: Stored,
+    refusal: _Refusal,
+) -> QuantizedLayer:
+    """A layer with a scale for each block: the same scale for each of its rows, and for each group of its columns, which
+    is what our format holds."""
+    (N, K), (rows, columns) = shape, block
+    if weights != "fp8":
+        raise refusal(f"{name}: {weights} weights with a scale for each block ({rows} × {columns})")
+    # The last block of a row may be cut off: groups divide the blocks and the row.
+    fmt = natural("fp8", math.gcd(columns, K))
+    if fmt is None:
         raise refusal(
-            f"{name}: {weights} scales {list(scale.shape)}; one for a channel or a matrix is read here"
+            f"{name}: blocks of {columns} columns over {K} are cut into no groups that a layout here holds",
+            "use a checkpoint with a scale per channel, or the model's unquantized one",
         )
-    fmt = Format(weights)
+    times = columns // fmt.group_size
 
     def read(get: Get) -> Imported:
-        return Imported(fmt, get(f"{name}.weight"), get(f"{name}.weight_scale").reshape(-1).expand(N))
+        each = get(f"{name}.{leaf}").repeat_interleave(rows, dim=0)[:N]
+        groups = _repeated(each, times)[:, : K // fmt.group_size]
+        return Imported(fmt, get(f"{name}.weight"), groups)
 
     return QuantizedLayer(name, fmt, (N, K), scale.dtype, False, read)
 

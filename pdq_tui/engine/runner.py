@@ -19,6 +19,7 @@ import torch
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.protocol import KvInfo, NonFinite, Request
 from pdq_tui.engine import faults
+from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.device import Device, Mark
 from pdq_tui.engine.prompts import Batch
 
@@ -43,7 +44,9 @@ class Generation(Protocol):
 
     @property
     def length(self) -> int: ...
-    def prefill(self, ids: torch.Tensor) -> torch.Tensor: ...
+    @property
+    def pieces(self) -> int: ...
+    def prefill(self, ids: torch.Tensor, cancelled: Callable[[], bool] = ...) -> torch.Tensor: ...
     def score(self, ids: torch.Tensor, keep: int) -> torch.Tensor: ...
     def handoff(self) -> None: ...
     def step(self, tokens: torch.Tensor) -> torch.Tensor: ...
@@ -170,7 +173,16 @@ class _Run:
         generation = self.arm.staged.start(batch.rows, capacity, pad)
         device.synchronize()
         record.host_start_ns = device.host_ns()
-        self._prefill(generation, ids)
+        try:
+            self._prefill(generation, ids)
+        except Cancelled:
+            # Between two pieces of its prompt: there is no token yet, and no time.
+            device.synchronize()
+            record.host_end_ns = device.host_ns()
+            record.cancelled = True
+            record.output_tokens = [0] * batch.rows
+            record.stop_reasons = ["cancelled"] * batch.rows
+            return
         if self.limits.output_tokens > 1 and not self._cancelled() and not self._all_ended():
             self._decode(generation)
         self.close_times()
@@ -183,7 +195,7 @@ class _Run:
         device, record = self.device, self.record
         device.reset_peak()
         begin = device.mark()
-        logits = generation.prefill(ids)
+        logits = generation.prefill(ids, self.hooks.cancelled)
         # max, not argmax: it gives the token as well, propagates NaN, and is the faster of the two on a CPU.
         highest, token = logits.max(dim=-1)
         end = device.mark()
@@ -197,6 +209,7 @@ class _Run:
         self.highest.append(highest)
         if not _all_finite(logits):
             self._invalid("prefill", 0)
+        record.prefill_pieces = generation.pieces
         cost = generation.prefill_cost(ids.shape[1])
         record.prefill_bytes, record.prefill_flops = cost.bytes, dict(cost.flops)
         record.prefill_bound_ms = self._bound_ms(cost)

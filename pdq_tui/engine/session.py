@@ -31,6 +31,7 @@ from pdq_tui.engine.runner import Arm, RequestFailedError
 from pdq_tui.engine.serving import Serving
 from pdq_tui.engine.spread import refuse_processes
 from pdq_tui.engine.staged import StagedArm, StagedModel
+from pdq_tui.engine.windows import windows as cut
 from pdq_tui.errors import PdqError, UsageError
 
 #: Progress is sent at most this often, in seconds; each task's first and last are always sent.
@@ -171,6 +172,8 @@ class Session:
         found = in_use(device.kind, tune.stamp(info, table, native.identity()), wanted=tuned)
         if found.table is not None or found.level == "warn":
             self.send(p.Note(level=found.level, text=found.text, hint=found.hint))
+        if found.table is not None:
+            info.tuned_stamp = dict(found.table.stamp)
         return msgspec.structs.replace(table, tuned=found.table)
 
     def _load(self, number: int, command: p.Load) -> None:
@@ -191,8 +194,12 @@ class Session:
                 info = self.info = device.info()
                 cache = Path(command.cache_dir) if command.cache_dir else locations.cache_dir()
                 found = peaks(device, info, cache, self._progress("load", "probes"), cancelled)
-                info.read_peak_gbps, info.read_peak_method = found.read_gbps, found.read_method
-                info.compute_peak_tflops, info.copy_peak_gbps = dict(found.compute_tflops), found.copy_gbps
+                best = found.best
+                info.read_peak_gbps, info.read_peak_method = best.read_gbps, best.read_method
+                info.compute_peak_tflops, info.copy_peak_gbps = dict(best.compute_tflops), best.copy_gbps
+                info.peaks_from = found.words
+                if found.warning is not None:
+                    self.send(p.Note(level="warn", text=found.warning))
                 self.staged = StagedModel(
                     model.skeleton,
                     model.masters,
@@ -201,6 +208,7 @@ class Session:
                     kernels=self._kernels(device, info, command.tuned),
                     attention_name=command.attention,
                     layers=command.layers,
+                    prefill_rows=command.prefill_rows,
                     sources=lambda word, told, stop: load_source(word, model, command, device, told, stop),
                 )
         except Cancelled:
@@ -219,7 +227,7 @@ class Session:
         caches = self.staged.caches
         model.info.kv, model.info.kv_refused = caches.shape.geometry, caches.refused
         bench = self.bench = Bench(device, self.send)
-        bench.eos, bench.peaks = model.eos, found
+        bench.eos, bench.peaks = model.eos, best
         bench.text = lambda ids: str(model.tokenizer.decode(list(ids), skip_special_tokens=False))
         self.model = model
         # What was loaded stays: the collector need not look at it again.
@@ -232,6 +240,7 @@ class Session:
                 attention=command.attention,
                 load_peak_bytes=peak,
                 load_peak_reason=None if peak is not None else "this device has no high-water mark",
+                linears={layer.name: layer.parameters for layer in self.staged.census.layers},
             )
         )
 
@@ -359,7 +368,7 @@ class Session:
     def _score(self, bench: Bench, control: Control, command: p.Score) -> None:
         assert self.model is not None and self.device is not None
         tokenizer, info = self.model.tokenizer, self.model.info
-        windows = quality.windows(command, tokenizer, info, prompt_sets.built_in)
+        windows = cut(command, tokenizer, info)
         arms = [bench.arm(label) for label in command.arms]
         scores = quality.Judge(self.device, bench.arm(command.base), arms, command).score(windows)
         done, total = 0, len(windows) * len(arms)

@@ -19,9 +19,11 @@ from transformers import PreTrainedModel
 
 from pdq_tui import locations
 from pdq_tui.core.kernels import Capability, KernelTable
+from pdq_tui.core.kv import KvPolicy
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.protocol import Coverage, Fallback, KvInfo, WeightsInfo
 from pdq_tui.engine import attention, experts
+from pdq_tui.engine.beside import fallbacks_beside
 from pdq_tui.engine.census import Layer, check_fit, take_census
 from pdq_tui.engine.checkpoint import Masters
 from pdq_tui.engine.cost import CostModel
@@ -33,6 +35,7 @@ from pdq_tui.engine.kernels import Prober, capability
 from pdq_tui.engine.kv import KvCache, KvShape
 from pdq_tui.engine.kv_pool import KvPool
 from pdq_tui.engine.layers import RECORD_AFTER, RECORDED, LayerCompiler
+from pdq_tui.engine.pieces import Pieces, pieces_of
 from pdq_tui.engine.plan import (
     Placement,
     Plan,
@@ -69,6 +72,7 @@ class StagedModel:
     skeleton   HF causal LM in eval mode; weights of linear layers may be on meta, everything else is on the device.
     masters    the unquantized weights by parameter name, in the checkpoint's own layout (GPT-2's Conv1D: [K, N]).
     attention  "pdq" (this engine's own), or a transformers implementation ("sdpa", "eager") for both stages.
+    prefill_rows  the most rows of a prompt that run at once: None as the kernel table says, 0: it is never cut.
     layers     "auto": decoder layers run as the kernel table says; "eager": always transformers' modules.
     sources    opens the checkpoint that a stage names; None: there is none to be had.
     Raises UnfitError for models whose cache or attention this engine does not implement.
@@ -84,6 +88,7 @@ class StagedModel:
         kernels: KernelTable,
         attention_name: str = "pdq",
         layers: str = "eager",
+        prefill_rows: int | None = 0,
         sources: OpenSource | None = None,
     ) -> None:
         attention.register()
@@ -116,6 +121,7 @@ class StagedModel:
         self.caller = Caller(skeleton)
         self.attention_name = attention_name
         self.layers, self.kernels = layers, kernels
+        self.prefill_rows = prefill_rows
         self.compiler = LayerCompiler(locations.cache_dir() / "inductor")
         self._arms: weakref.WeakSet[StagedArm] = weakref.WeakSet()
         self._views: weakref.WeakValueDictionary[tuple[Any, ...], View] = weakref.WeakValueDictionary()
@@ -132,6 +138,7 @@ class StagedModel:
         """
         self._open(policy, lambda *_: None, lambda: False)
         self.caches.check(policy.kv, policy.name)
+        rows = list(rows)
         by_stage = self._placements(policy, rows)
         wanted = _wanted(by_stage)
         dtype = DTYPE_NAMES[self.dtype]
@@ -140,6 +147,11 @@ class StagedModel:
         }
         for stage in STAGES:
             coverage[stage].source = policy.stage(stage).source
+        pieces = self.pieces(policy.kv)
+        if (most := max(rows, default=1)) > pieces.most(most):
+            coverage["prefill"].rows = pieces.rows
+        if most > (self.prefill_rows or self.kernels.prefill_rows or most):
+            coverage["prefill"].rows_reason = pieces.reason
         placements = [*by_stage["prefill"], *by_stage["decode"]]
         fallbacks = fallbacks_of(placements)
         warnings = warnings_of(policy, coverage)
@@ -206,7 +218,9 @@ class StagedModel:
         self.store.check_fit(plan.new_bytes, live | set(wanted), self.device.free_bytes(), beside)
         packed = self.store.pack_missing(wanted, progress, cancelled)
         arm = StagedArm(self, policy, plan, rows, frozenset(wanted), resident=packed == 0)
-        arm.prepare(progress, cancelled)
+        views = arm.prepare(progress, cancelled)
+        if hard and (others := fallbacks_beside(arm, views)):
+            raise UnfitError(f"{policy.name}: {others[0]}", "leave out --hard to allow it")
         self._arms.add(arm)
         return arm
 
@@ -283,10 +297,16 @@ class StagedModel:
 
     def _placements(self, policy: Policy, rows: Iterable[int]) -> dict[Stage, list[Placement]]:
         counts = sorted(set(rows)) or [1]
+        most = self.pieces(policy.kv).most(counts[-1])
         return {
-            "prefill": self.planner.placements(policy, "prefill", counts[-1], counts[0]),
+            "prefill": self.planner.placements(policy, "prefill", most, counts[0]),
             "decode": self.planner.placements(policy, "decode", counts[0], counts[0]),
         }
+
+    def pieces(self, kv: KvPolicy) -> Pieces:
+        """How a long prompt is cut where attention reads ``kv``."""
+        table = f"the kernel table ({self.kernels.device})"
+        return pieces_of(self.prefill_rows, self.kernels.prefill_rows, table, kv)
 
     # -- views and caches ----------------------------------------------------------------------------------------------
 
@@ -305,19 +325,19 @@ class StagedModel:
         """
         placements = self.planner.placements(policy, stage, rows, head_rows)
         implementation = self.implementation(stage)
-        runner, reason = self._runner(stage)
-        # A program is compiled for its number of rows.
-        fixed_rows = rows if runner == "inductor" else None
-        key = (implementation, fixed_rows, *((p.candidate.name, p.spec.key) for p in placements))
+        runners, reasons = self._runners(stage, rows, policy)
+        # What stands in for a layer's modules is made for its number of rows.
+        fixed_rows = rows if runners else None
+        key = (implementation, fixed_rows, *runners, *((p.candidate.name, p.spec.key) for p in placements))
         view = self._views.get(key)
         if view is None:
             linears = {p.layer.name: self._linear(p) for p in placements}
             others = self.store.sources[policy.stage(stage).source].others
             view = View(
-                copy_shell(self.skeleton, linears, implementation, others), placements, "eager", reason
+                copy_shell(self.skeleton, linears, implementation, others), placements, "eager", reasons
             )
-            if runner == "inductor":
-                self._compile(view, rows, progress, cancelled)
+            if runners:
+                self._compile(view, rows, runners, progress, cancelled)
             self._views[key] = view
         return view
 
@@ -348,17 +368,24 @@ class StagedModel:
             for stage, placements in by_stage.items()
         }
 
-    def _runner(self, stage: Stage) -> tuple[str, str | None]:
-        """(what runs the decoder layers, why not something better)."""
+    def _runners(self, stage: Stage, rows: int, policy: Policy) -> tuple[tuple[str, ...], list[str]]:
+        """(what may run the decoder layers instead of their modules, the best first; why not something better)."""
         if self.layers == "eager":
-            return "eager", "asked for"
+            return (), ["asked for"]
         if self.attention_name != "pdq":
-            return "eager", f"attention {self.attention_name}"
-        choice = self.kernels.runner(stage, self.capability)
-        return choice.runner, "; ".join(choice.reasons) or None
+            return (), [f"attention {self.attention_name}"]
+        choice = self.kernels.runners(stage, rows, self.capability)
+        runners, reasons = choice.runners, list(choice.reasons)
+        cached = self.caches.why_not_native(policy.kv)
+        if "native" in runners and cached is not None:
+            runners = tuple(runner for runner in runners if runner != "native")
+            reasons.append(f"no layers of our own with this KV cache: {cached}")
+        return runners, reasons
 
-    def _compile(self, view: View, rows: int, progress: Progress, cancelled: Callable[[], bool]) -> None:
-        """Compiled layers in the view's place, or the reason why it stays as it is."""
+    def _compile(
+        self, view: View, rows: int, runners: Sequence[str], progress: Progress, cancelled: Callable[[], bool]
+    ) -> None:
+        """Something faster in the place of the view's layers, or the reason why it stays as it is."""
         begin = time.monotonic()
         cache = KvCache(self.kv, rows, RECORD_AFTER + RECORDED, self.device.torch_device)
         cache.handoff()
@@ -372,13 +399,14 @@ class StagedModel:
 
         try:
             with torch.inference_mode():
-                self.compiler.attach(
-                    view.model, step, cache, lambda label: progress(0, None, label), cancelled
+                view.runner, why_not = self.compiler.attach(
+                    view.model, step, cache, runners, lambda label: progress(0, None, label), cancelled
                 )
         except UncompiledError as why:
-            view.reason = str(why)
+            view.uncompiled = str(why)
+            view.reasons.append(view.uncompiled)
         else:
-            view.runner, view.reason = "inductor", None
+            view.reasons += why_not
         view.seconds = time.monotonic() - begin
 
     def implementation(self, stage: Stage) -> str:
@@ -407,15 +435,21 @@ class StagedModel:
 
 
 class View:
-    """One stage's model and how its layers are placed. ``runner``: what runs the decoder layers; ``reason``: why nothing
-    better; ``seconds``: what compiling them took."""
+    """One stage's model and how its layers are placed. ``runner``: what runs the decoder layers; ``reasons``: why nothing
+    better; ``uncompiled``: why nothing stands in for its layers though something might have; ``seconds``: what compiling
+    them took."""
 
     def __init__(
-        self, model: PreTrainedModel, placements: Sequence[Placement], runner: str, reason: str | None
+        self, model: PreTrainedModel, placements: Sequence[Placement], runner: str, reasons: Sequence[str]
     ) -> None:
         self.model, self.placements = model, placements
-        self.runner, self.reason = runner, reason
+        self.runner, self.reasons = runner, list(reasons)
+        self.uncompiled: str | None = None
         self.seconds: float | None = None
+
+    @property
+    def reason(self) -> str | None:
+        return "; ".join(self.reasons) or None
 
 
 class StagedArm:
@@ -439,14 +473,19 @@ class StagedArm:
         self._views: dict[tuple[Stage, int, int], View] = {}
         self._rows = sorted(set(rows)) or [1]
 
-    def prepare(self, progress: Progress, cancelled: Callable[[], bool]) -> None:
+    def prepare(self, progress: Progress, cancelled: Callable[[], bool]) -> dict[str, list[View]]:
         """Make the views of both stages for the rows that were planned. Raises Cancelled."""
+        made: dict[str, list[View]] = {}
         decode, *prefill = self._rows
-        counts: dict[Stage, list[int]] = {"decode": [decode], "prefill": prefill or [decode]}
+        pieces = self.owner.pieces(self.policy.kv)
+        most = sorted({pieces.most(rows) for rows in prefill or [decode]})
+        counts: dict[Stage, list[int]] = {"decode": [decode], "prefill": most}
         for stage in counts:
             for count in counts[stage]:
                 view = self.view(stage, count, decode, progress, cancelled)
                 self.coverage[stage].runner, self.coverage[stage].runner_reason = view.runner, view.reason
+                made.setdefault(stage, []).append(view)
+        return made
 
     @property
     def weights(self) -> WeightsInfo:

@@ -380,6 +380,7 @@ def facts(doc: Json) -> list[tuple[str, str]]:
             found.append(("read peak", _join(peak, device.get("read_peak_method"))))
         peaks = device.get("compute_peak_tflops") or {}
         found.append(("compute peaks", _join(*(f"{d} {v:.3g} TFLOP/s" for d, v in sorted(peaks.items())))))
+        found.append(("peaks from", str(device.get("peaks_from") or "")))
         found += _clock_facts(device.get("clocks") or {})
     if workload:
         prompt = workload.get("prompt_tokens") or "own length"

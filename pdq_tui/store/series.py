@@ -65,6 +65,7 @@ REQUESTS: Final[Schema] = {
     "prefill_flops": pl.List(pl.Struct({"dtype": _S, "flops": _F})),
     "decode_flops": pl.List(pl.Struct({"dtype": _S, "flops": _F})),
     "prefill_bytes": _I,
+    "prefill_pieces": _I,
     "prefill_bound_ms": _F,
     "decode_bound_ms": _F,
     "kv_bytes": _I,

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from textual import work
 from textual.widgets import Static
 
@@ -14,6 +15,7 @@ from pdq_tui.core.metrics import format_bytes
 from pdq_tui.core.policy import STAGES, Policy
 from pdq_tui.core.predict import Prediction, predict, to_pack
 from pdq_tui.core.shapes import Shapes, read_shapes
+from pdq_tui.core.tuned import in_use
 from pdq_tui.errors import PdqError, UnfitError
 from pdq_tui.host.view import SessionView
 from pdq_tui.tui.device_panel import engine_gpu
@@ -30,6 +32,7 @@ class Question:
 
     model           path of the loaded model.
     capability      what its device can do.
+    tuned           the stamp of the tuned kernel table that the engine uses; empty: it uses none.
     rows            tokens in one call of prefill and of decode.
     request         sequences of the largest request, and the positions that each needs room for; None: no workload yet.
     resident        policies that arms have ready.
@@ -39,6 +42,7 @@ class Question:
     policy: Policy
     model: str
     capability: Capability
+    tuned: tuple[tuple[str, str], ...]
     rows: tuple[int, int]
     request: tuple[int, int] | None
     resident: tuple[Policy, ...]
@@ -68,6 +72,7 @@ def ask(policy: Policy, view: SessionView, budget: int | None) -> Question | str
         policy,
         view.model.path,
         capability_of(view.device),
+        tuple(view.device.tuned_stamp.items()),
         (longest * batch, batch),
         (batch, longest + work.workload.output_tokens) if work else None,
         tuple(arm.ready.policy for _, arm in sorted(view.arms.items()) if arm.ready is not None),
@@ -90,7 +95,11 @@ def free_bytes(view: SessionView) -> int | None:
 
 def answer(question: Question, shapes: Shapes) -> Forecast:
     """Raises UsageError for a kernel table that cannot be read, UnfitError where the policy does not run there."""
-    where = (shapes, load_kernels(question.capability.kind), *question.rows, question.capability)
+    kind = question.capability.kind
+    table = load_kernels(kind)
+    if question.tuned:
+        table = msgspec.structs.replace(table, tuned=in_use(kind, dict(question.tuned)).table)
+    where = (shapes, table, *question.rows, question.capability)
     new, packed = to_pack(question.policy, question.resident, *where)
     return Forecast(predict(question.policy, *where), new, packed, _kv_bytes(question, shapes))
 

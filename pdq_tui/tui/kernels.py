@@ -353,7 +353,7 @@ def stage_lines(arm: str, stage: StageTrace, categories: bool, width: int, wante
 
 
 _KINDS = {
-    tracing.GEMM: "GEMM", tracing.GEMV: "GEMV", "dequantize": "dequant", "quantize": "quant", "attention": "attn",
+    tracing.LAYER: "layer", tracing.GEMM: "GEMM", tracing.GEMV: "GEMV", "dequantize": "dequant", "quantize": "quant", "attention": "attn",
     "norm/rope/elementwise": "elemw", "sampling": "sample",
 }  # fmt: skip
 

@@ -95,7 +95,7 @@ def note_of(policy: Policy, field: Field) -> str:
         return "none; lm_head and embeddings stay in the model's dtype"
     if field.stage is not None and field.id.endswith("group_size"):
         kind = policy.stage(field.stage).format.kind
-        return "" if kind.groups else f"{kind.name} has no groups"
+        return "" if kind.groups or kind.blocks else f"{kind.name} has no groups"
     return ""
 
 

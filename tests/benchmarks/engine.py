@@ -101,7 +101,7 @@ class Bench:
         self.model = self._staged()
         self.peaks = peaks(
             self.device, self.device.info(), locations.cache_dir(), lambda *_: None, lambda: False
-        )
+        ).best
         self.arms: dict[str, Arm] = {}
         self.generate = Generate(self.directory)
 

@@ -110,7 +110,7 @@ def test_every_step_left_its_evidence(evaluated: tuple[Path, Path, dict[str, Any
     assert STAGED in arms and load["refused"] == {} and load["knee"]["arm"] == STAGED
     closed = [p for p in load["points"] if p["arm"] == STAGED and p["rate"] is None]
     assert [p["concurrency"] for p in closed][:2] == [1, 2] and all(p["requests"] >= 2 for p in closed)
-    assert closed[0]["achieved"] <= 1.01 and closed[1]["achieved"] > 1.2
+    assert closed[0]["achieved"] <= 1.01 and closed[1]["achieved"] > 1.05
     assert any(p["rate"] is not None for p in load["points"]) and "paged cache" in load["attention"]
     assert all(set(p["tokens"]) <= {"prefill/prefill", "decode/decode"} for p in load["points"])
     logs = {c["kind"]: c for c in body["logs"]}
@@ -126,6 +126,11 @@ def test_every_step_left_its_evidence(evaluated: tuple[Path, Path, dict[str, Any
     gates = {g["name"]: g["result"] for g in tasks["policies"][STAGED]["gates"]}
     assert gates["quality: drop on the task set"] == "not informative", "random weights solve nothing"
     assert "the base solves" in body["verdict"]["not_tested"]["task set"]
+    sets = [
+        {text for path in found[step]["paths"][STAGED] for text in path["texts"]}
+        for step in ("small_quality", "quality")
+    ]
+    assert len(sets[0]) >= 4 and len(sets[1]) >= 8 and not sets[0] & sets[1], "held out is held out"
     quality = body["quality"]
     assert [r["policy"] for r in quality["prefill_path"]].count(STAGED) == 1
     assert {r["position"] for r in quality["decode_path"]} == set(range(24))

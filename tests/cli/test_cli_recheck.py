@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_gear import Pdq
+from cli_gear import PATIENCE_S, Pdq, environment
 
 SMALL = (
     "--in",
@@ -26,12 +29,23 @@ SMALL = (
 )
 
 
-@pytest.fixture
-def measured(pdq: Pdq, tmp_path: Path, tiny_model: Path) -> tuple[Path, Path]:
-    """(runs directory, snapshot) of a small run of int8."""
-    runs = tmp_path / "runs"
-    done = pdq("run", str(tiny_model), "--policy", "int8", *SMALL, "--dir", str(runs))
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The runs directory of a small run of int8."""
+    runs = tmp_path_factory.mktemp("recheck") / "runs"
+    words = ["run", str(tiny_model), "--policy", "int8", *SMALL, "--dir", str(runs)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pdq_tui", *words], env=environment(runs.parent), stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    return runs
+
+
+@pytest.fixture
+def measured(once: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """(runs directory, snapshot): a copy of that run, to be changed."""
+    runs = Path(shutil.copytree(once, tmp_path / "runs"))
     (snapshot,) = runs.glob("*/snapshots/*")
     return runs, snapshot
 

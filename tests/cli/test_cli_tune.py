@@ -36,27 +36,46 @@ def test_the_winners_are_written_and_used(pdq: Pdq, tiny_model: Path, own_home: 
     where = json.loads(pdq("where", "--json").stdout)
     assert where["tuned for the CPU"] == str(file)
 
-    def told(**more: str) -> str:
-        checks = json.loads(pdq("doctor", "--device", "cpu", "--json", **more).stdout)["checks"]
-        return str(next(c["text"] for c in checks if "tuned kernel table" in c["text"]))
-
-    assert "4 layer shapes, dense, int8" in told(PDQ_ENGINE_THREADS="1")
-    assert told(PDQ_ENGINE_THREADS="1", PDQ_ENGINE_TUNED="off").startswith("no tuned kernel table is used")
-    if (os.cpu_count() or 1) > 1 and len(os.sched_getaffinity(0)) > 1:
-        assert "was measured elsewhere (CPU threads 1, here" in told()
-
-    # A winner of another name shows that the run takes it from the table.
+    # A winner of another name shows who takes it from the table.
     text = file.read_text(encoding="utf-8")
     for best in stored["best"]:
         if best["format"] == "int8":
             text = text.replace(f'kernel = "{best["kernel"]}"', 'kernel = "int8-dequantize-float32"')
     file.write_text(text, encoding="utf-8")
+
+    words = ("doctor", "--device", "cpu", "--json")
+    checks = [c["text"] for c in json.loads(pdq(*words, PDQ_ENGINE_THREADS="1").stdout)["checks"]]
+    assert any("4 layer shapes, dense, int8" in text for text in checks)
+    [int8] = [text for text in checks if text.startswith("int8: ")]
+    assert "; measured here: 1 row int8-dequantize-float32; from 2 rows int8-dequantize-float32" in int8
+
+    def checked(**more: str) -> tuple[dict[str, int], str]:
+        """(kernels of decode, what is said of the table): without a weight being loaded."""
+        words = (
+            "policies",
+            "check",
+            "int8",
+            "--model",
+            str(tiny_model),
+            "--device",
+            "here",
+            "--in",
+            "16",
+            "--json",
+        )
+        [found] = json.loads(pdq(*words, PDQ_ENGINE_DEVICE="cpu", **more).stdout)
+        return found["stages"]["decode"]["kernels"], found["notes"][-1]
+
+    here, said = checked(PDQ_ENGINE_THREADS="1")
+    assert "int8-dequantize-float32" in here and said.startswith("tuned kernel table of ")
+    off, said = checked(PDQ_ENGINE_THREADS="1", PDQ_ENGINE_TUNED="off")
+    assert "int8-dequantize-float32" not in off and said.startswith("no tuned kernel table is used")
+    if (os.cpu_count() or 1) > 1 and len(os.sched_getaffinity(0)) > 1:
+        assert "was measured elsewhere (CPU threads 1, here 2)" in checked(PDQ_ENGINE_THREADS="2")[1]
     ran = ("run", str(tiny_model), "-p", "int8", "--in", "16", "--out", "2", "--blocks", "1", "--min-seconds", "0",
            "--no-solo", "--device", "cpu", "--threads", "1", "--json")  # fmt: skip
     with_it = json.loads(pdq(*ran).stdout)["arms"][0]
-    assert "int8-dequantize-float32" in with_it["coverage"]["decode"]["kernels"]
-    without = json.loads(pdq(*ran, PDQ_ENGINE_TUNED="off").stdout)["arms"][0]
-    assert "int8-dequantize-float32" not in without["coverage"]["decode"]["kernels"]
+    assert with_it["coverage"]["decode"]["kernels"] == here, "what was predicted"
 
 
 def test_the_table_is_for_people(pdq: Pdq, tiny_model: Path) -> None:

@@ -152,7 +152,9 @@ class FakeGeneration:
             logits[0, 3] = float("nan")
         return logits
 
-    def prefill(self, ids: torch.Tensor) -> torch.Tensor:
+    pieces = 1
+
+    def prefill(self, ids: torch.Tensor, cancelled: Callable[[], bool] = lambda: False) -> torch.Tensor:
         self.length = ids.shape[1]
         self.staged.passes.append(("prefill", ids.shape[1]))
         return self._work("prefill", tuple(ids.shape), self.staged.prefill_ms, self.staged.prefill_peak, 0)

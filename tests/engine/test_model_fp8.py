@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pdq_tui.core.catalog import find_policy, policies
-from pdq_tui.core.formats import Format
+from pdq_tui.core.formats import Format, of_label, wrong_with
 from pdq_tui.core.kernels import Capability, load_kernels
 from pdq_tui.core.policy import Policy, StagePolicy
 from pdq_tui.core.predict import predict
@@ -65,6 +65,45 @@ def test_fp8_matches_its_dequantized_weights(op, dtype, N, K, rows) -> None:
         assert got.dtype == dtype and got.shape == (2, rows, N)
         error = (got.double() - wanted).norm() / wanted.norm()
         assert error < {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}[dtype]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("op", ["fp8-dequantize", "fp8-dequantize-float32"])
+def test_a_scale_a_group_multiplies_its_columns_alone(op, group, dtype) -> None:
+    """Groups of very different size: one scale a channel would lose the small ones."""
+    torch.manual_seed(group)
+    N, K = 48, 192
+    master = (torch.randn(N, K) * torch.logspace(-3, 0, K // 32).repeat_interleave(32)).to(dtype)
+    fmt = Format("fp8", group_size=group)
+    packed = pack(Spec(fmt, "fp8", N, K, K, dtype), master, CPU, lambda: False)
+    assert packed.scales is not None and packed.scales.shape == (N, K // group)
+    assert packed.nbytes == packed.spec.nbytes == N * K + 4 * N * K // group
+    plain = Packed(packed.spec, packed.weight, torch.ones(N))
+    weight = dequantized(plain) * packed.scales.double().repeat_interleave(group, 1)
+    relative = (weight - master.double()).abs() / master.double().abs().clamp_min(1e-6)
+    assert float(relative.median()) < 2**-4
+    x = torch.randn(3, K).to(dtype)
+    scratch = Scratch()
+    scratch.take((4 * N * K,), torch.float32, CPU).fill_(float("nan"))
+    with torch.inference_mode():
+        got = OPS[op](packed, None, scratch)(x)
+    wanted = x.double() @ weight.t()
+    error = (got.double() - wanted).norm() / wanted.norm()
+    assert error < {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}[dtype]
+
+
+def test_groups_are_legal_for_fp8_weights_alone_and_not_needed() -> None:
+    assert of_label("fp8-g128") == Format("fp8", group_size=128) and of_label("fp8") == Format("fp8")
+    assert wrong_with(Format("fp8", group_size=128)) is None
+    for fmt, words in (
+        (Format("fp8", group_size=100), "100 is not a legal group size"),
+        (Format("fp8", "fp8", 128), "fp8 activations take a scale per channel"),
+    ):
+        wrong = wrong_with(fmt)
+        assert wrong is not None and words in wrong[1]
 
 
 def test_every_number_is_widened_to_itself() -> None:

@@ -105,6 +105,18 @@ def fp8(name: str, N: int, K: int) -> tuple[Tensors, Tensor, Tensor]:
     return {f"{name}.weight": q, f"{name}.weight_scale": scale}, q.double() * scale.double(), q
 
 
+def fp8_blocks(leaf: str, rows: int = 48, columns: int = 64) -> Writer:
+    """A scale for each block of the matrix; 48 rows do not divide 32, 64 or 128, so the last blocks are cut off."""
+
+    def write(name: str, N: int, K: int) -> tuple[Tensors, Tensor, Tensor]:
+        q = torch.randn(N, K).to(torch.float8_e4m3fn)
+        scale = torch.rand(-(-N // rows), -(-K // columns)) * 0.1 + 0.05
+        each = scale.repeat_interleave(rows, 0)[:N].repeat_interleave(columns, 1)[:, :K]
+        return {f"{name}.weight": q, f"{name}.{leaf}": scale}, q.double() * each.double(), q
+
+    return write
+
+
 def one_fp8(name: str, N: int, K: int) -> tuple[Tensors, Tensor, Tensor]:
     q, scale = torch.randn(N, K).to(torch.float8_e4m3fn), torch.tensor(0.07)
     made = {f"{name}.weight": q, f"{name}.weight_scale": scale, f"{name}.input_scale": torch.tensor(1.0)}
@@ -120,6 +132,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 INT8 = compressed("int-quantized", 8, "int", strategy="channel")
 FP8 = compressed("float-quantized", 8, "float", strategy="channel")
+FP8_BLOCKS = compressed("float-quantized", 8, "float", strategy="block", block_structure=[48, 64])
 W4A16 = compressed("pack-quantized", 4, "int", strategy="group", group_size=64)
 LAYOUTS: dict[str, tuple[dict[str, Any], Writer, Format]] = {
     "gptq": (GPTQ, gptq(32), Format("int4", group_size=32)),
@@ -131,6 +144,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Writer, Format]] = {
     "int8": (INT8, int8, Format("int8")),
     "w8a8": (INT8, int8, Format("int8", "int8")),
     "fp8": (FP8, fp8, Format("fp8")),
+    "fp8-blocks": (
+        {"quant_method": "fp8", "weight_block_size": [48, 64], "activation_scheme": "dynamic"},
+        fp8_blocks("weight_scale_inv"),
+        Format("fp8", group_size=64),
+    ),
+    "compressed-blocks": (FP8_BLOCKS, fp8_blocks("weight_scale"), Format("fp8", group_size=64)),
     "fp8-one": ({"quant_method": "fp8", "activation_scheme": "static"}, one_fp8, Format("fp8")),
 }
 
@@ -213,7 +232,7 @@ def test_its_own_numbers_run_and_nothing_is_dequantized(layout, written, monkeyp
             assert packed.nbytes == N * K // 2 + K // fmt.group_size * N * 2 * 4
             assert torch.equal(packed.weight, nibbles(packed.spec.layout, q))
         else:
-            assert packed.nbytes == N * K + N * 4
+            assert packed.nbytes == N * K + N * 4 * (K // fmt.group_size if fmt.group_size else 1)
             assert torch.equal(packed.weight.view(torch.int8), q.view(torch.int8))
         stored += packed.nbytes
     assert stored == staged.store.packed_bytes == arm.weights.stored_bytes
@@ -312,8 +331,14 @@ def test_a_group_as_long_as_the_row_is_cut_in_equal_ones(tiny_llama: Path, tmp_p
         ("awq", {"version": "gemv"}, "(AWQ): version 'gemv'"),
         ("awq", {"bits": None}, "weights of None bits"),
         ("fp8", {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
-        ("fp8", compressed("float-quantized", 8, "float", strategy="block", block_structure=[128, 128]), "(128 × 128)"),
-        ("fp8-one", {"weight_block_size": [128, 128]}, "a scale for each block (128 × 128)"),
+        ("compressed-blocks", compressed("float-quantized", 8, "float", strategy="block", block_structure=[32, 32]),
+         "fp8 scales [2, 2]; one for a channel or a matrix is read here, or one for a block of 32 × 32"),
+        ("compressed-blocks", compressed("float-quantized", 8, "float", strategy="block", block_structure="48"),
+         "a scale for each block of '48': two whole numbers are read here"),
+        ("fp8-blocks", {"config_groups": FP8["config_groups"] | {"b": {"weights": {
+            "type": "float", "num_bits": 8, "strategy": "block", "block_structure": "128x128"}}}},
+         "blocks of several sizes (48 × 64, 128 × 128)"),
+        ("fp8-odd", {}, "blocks of 48 columns over 128 are cut into no groups that a layout here holds"),
         ("w4a16", compressed("pack-quantized", 4, "int", actorder="group"), "actorder"),
         ("w4a16", compressed("pack-quantized", 3, "int"), "int weights of 3 bits"),
         ("int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse (sparse-24-bitmask)"),
@@ -321,8 +346,16 @@ def test_a_group_as_long_as_the_row_is_cut_in_equal_ones(tiny_llama: Path, tmp_p
         ("int8", {"quant_method": "bitsandbytes"}, "(bitsandbytes): no layout of this method"),
     ],
 )  # fmt: skip
-def test_Q07_what_would_be_misread_is_refused_by_name(layout, changes, wrong, written) -> None:
-    refused(written(layout, **changes), wrong)
+def test_Q07_what_would_be_misread_is_refused_by_name(
+    layout, changes, wrong, written, tiny_llama, tmp_path
+) -> None:
+    if layout == "fp8-odd":
+        settings = {"quant_method": "fp8", "weight_block_size": [48, 48]}
+        refused(
+            Written(tiny_llama, tmp_path / "odd", settings, fp8_blocks("weight_scale_inv", 48, 48)), wrong
+        )
+    else:
+        refused(written(layout, **changes), wrong)
 
 
 def refused(checkpoint: Written, wrong: str) -> None:
@@ -350,7 +383,9 @@ DOWN = "model.layers.1.mlp.down_proj"
         ("int8", {"weight_scale": torch.ones(64, 2)}, "int8 scales [64, 2]"),
         ("int8", {"weight_scale": None}, "I8 weights without a scale"),
         ("fp8", {"weight": torch.zeros(64, 128).to(torch.float8_e5m2)}, "F8_E5M2 weights"),
-        ("fp8", {"weight_scale_inv": torch.ones(1, 1)}, "a scale for each block"),
+        ("fp8", {"weight_scale_inv": torch.ones(1, 1)}, "fp8 scales [1, 1]; one for a channel or a matrix is read here"),
+        ("fp8-blocks", {"weight_scale_inv": torch.ones(2, 2).to(torch.uint8)}, "scales in U8; BF16"),
+        ("compressed-blocks", {"weight": torch.zeros(64, 128).to(torch.int8)}, "int8 weights with a scale for each block (48 × 64)"),
     ],
 )  # fmt: skip
 def test_Q07_a_layer_of_another_layout_is_refused_by_name(layout, change, wrong, written) -> None:
@@ -366,6 +401,37 @@ def test_Q07_a_layer_of_another_layout_is_refused_by_name(layout, change, wrong,
 
 def test_Q07_experts_of_a_quantized_checkpoint_are_refused(tiny_moe: Path, tmp_path: Path) -> None:
     refused(Written(tiny_moe, tmp_path / "moe", GPTQ, gptq(32)), "experts")
+
+
+def test_blocks_of_128_run_in_the_groups_that_divide_each_layer(tiny_llama: Path, tmp_path: Path) -> None:
+    """As DeepSeek's checkpoints have them. 64 columns are half a block, 128 one: a policy names the larger group."""
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    checkpoint = Written(tiny_llama, tmp_path / "q", settings, fp8_blocks("weight_scale_inv", 128, 128))
+    model = load(checkpoint.path)
+    assert model.info.weights == "fp8-g64 in 12, fp8-g128 in 2 of 15 linear layers (FP8)"
+    staged = staged_of(model)
+    arm = staged.apply(uniform(Format("fp8", group_size=128)), rows=[1, 9])
+    assert arm.warnings == [] and set(arm.coverage["decode"].formats) == {"fp8-g64", "fp8-g128", "fp32"}
+    assert all("groups of 64 instead" in f.reason for f in arm.fallbacks)
+    _, ours = run(arm, ids_of(1, 9), 2)
+    with torch.inference_mode():
+        wanted = checkpoint.model(ids_of(1, 9)).logits[:, -1]
+    torch.testing.assert_close(ours[0], wanted, rtol=1e-3, atol=1e-3)
+    # A scale a channel is another rounding: said, and one that is finer is not.
+    again = staged.apply(uniform(Format("fp8")), rows=[1, 9])
+    assert any("quantized a second time, from the checkpoint's fp8-g128 to fp8" in w for w in again.warnings)
+    assert staged.apply(uniform(Format("fp8", group_size=32)), rows=[1, 9]).warnings == []
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_a_scale_a_channel_is_held_by_groups_as_well(group: int, written) -> None:
+    checkpoint = written("fp8")
+    arm = staged_of(load(checkpoint.path)).apply(uniform(Format("fp8", group_size=group)), rows=[1, 9])
+    assert arm.warnings == []
+    _, ours = run(arm, ids_of(1, 9), 2)
+    with torch.inference_mode():
+        wanted = checkpoint.model(ids_of(1, 9)).logits[:, -1]
+    torch.testing.assert_close(ours[0], wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_a_bias_of_zeros_that_the_model_lacks_is_nothing(written) -> None:

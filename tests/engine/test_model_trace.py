@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_peaks import share
 
 from pdq_tui.core import protocol as p
 from pdq_tui.core import tracing
@@ -30,7 +31,7 @@ class Rig:
         self.inbox = Inbox(self.sent.append)
         self.session = Session(self.sent.append, self.inbox)
         self._number = 0
-        self.do(p.Load(model=str(model), cache_dir=str(home), device="cpu", threads=1, layers=layers))
+        self.do(p.Load(model=str(model), cache_dir=share(home), device="cpu", threads=1, layers=layers))
         self.do(p.SetWorkload(workload=Workload(prompt_tokens=24, output_tokens=40, distinct=1)))
 
     def do(self, command: p.Message) -> list[p.Message]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from pdq_tui.engine import faults, memory
 from pdq_tui.engine import peaks as peaks_module
 from pdq_tui.engine.channel import LONG_QUEUE, EventWriter, Inbox
 from pdq_tui.engine.device import CpuDevice, cuda_bus_id, cuda_uuid, open_device, pick_gpu
-from pdq_tui.engine.runner import Peaks
 from pdq_tui.engine.threads import thread_count
 from pdq_tui.errors import UnfitError
 
@@ -207,26 +205,6 @@ def test_S06_a_hint_fits_what_failed() -> None:
         )
     ]
     assert ["smaller model" in hints[0], "prompts" in hints[1], "ulimit" in hints[2]] == [True] * 3
-
-
-def test_peaks_are_kept_and_only_get_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = CpuDevice(1)
-    seen = iter([Peaks(10.0, "sum", {"fp32": 1.0}), Peaks(8.0, "mv", {"fp32": 2.0}), Peaks(12.0, "mv", {})])
-    monkeypatch.setattr(peaks_module, "measure", lambda *_: next(seen))
-
-    def look() -> Peaks:
-        return peaks_module.peaks(device, device.info(), tmp_path, lambda *_: None, lambda: False)
-
-    assert look() == Peaks(10.0, "sum", {"fp32": 1.0})
-    assert look() == Peaks(10.0, "sum", {"fp32": 2.0})
-    best = Peaks(12.0, "mv", {"fp32": 2.0})
-    assert look() == best
-    assert look() == best  # from the cache: there is no fourth measurement
-    (file,) = (tmp_path / "peaks").glob("*.json")
-    assert json.loads(file.read_text())["looks"] == 3
-    file.write_text("{damaged")
-    with pytest.raises(StopIteration):
-        look()
 
 
 def square_products(

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -63,31 +62,30 @@ def test_linear_weights_stay_in_the_files(tiny_llama: Path, tmp_path: Path) -> N
     ],
     ids=["headers", "config", "tokenizer", "weights", "hash"],
 )
-def test_S05_f_a_load_from_a_slow_disk_is_cancelled_within_a_fraction_of_a_second(
+def test_S05_f_a_load_from_a_slow_disk_is_cancelled_without_waiting_for_it(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
-    """The disk answers when it likes: here after a second and a half, for each reader in turn."""
+    """The disk answers when it likes: here after minutes, for each reader in turn."""
     before = getattr(owner, name)
     asked, stop, over = threading.Event(), threading.Event(), threading.Event()
+    answered: list[bool] = []
 
     def slow(*arguments: Any) -> Any:
         asked.set()
-        over.wait(1.5)
+        answered.append(over.wait(240))
         return before(*arguments)
 
     monkeypatch.setattr(owner, name, slow)
-    pressed: list[float] = []
 
     def press() -> None:
         asked.wait(60)
-        pressed.append(time.monotonic())
         stop.set()
 
     threading.Thread(target=press, daemon=True).start()
     command = Load(model=str(tiny_llama), cache_dir=str(tmp_path / "cache"), device="cpu")
     with pytest.raises(Cancelled):
         load_model(command, CpuDevice(1), lambda *_: None, stop.is_set)
-    assert time.monotonic() - pressed[0] < 0.4
+    assert not answered, "it did not wait for the disk"
     over.set()
 
 

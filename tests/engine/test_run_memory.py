@@ -18,7 +18,7 @@ from pdq_tui.core.workload import Workload
 from pdq_tui.engine import memory
 from pdq_tui.engine import session as session_module
 from pdq_tui.engine.channel import Inbox
-from pdq_tui.engine.runner import Peaks
+from pdq_tui.engine.looks import Looks
 from pdq_tui.engine.session import Session
 
 MIB = 1 << 20
@@ -62,9 +62,9 @@ def test_the_peak_of_loading_holds_no_probes(
     """What measures the device needs hundreds of megabytes; the model here has none."""
     probed = 256 * MIB
 
-    def peaks(*_: object) -> Peaks:
+    def peaks(*_: object) -> Looks:
         torch.ones(probed // 4)
-        return Peaks()
+        return Looks()
 
     monkeypatch.setattr(session_module, "peaks", peaks)
     sent: list[p.Message] = []

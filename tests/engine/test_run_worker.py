@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from shared_peaks import share
 
 from pdq_tui.core import protocol as p
 from pdq_tui.core.catalog import find_policy
@@ -86,7 +87,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 
 
 def load(model: Path, tmp_path: Path, **settings: Any) -> p.Load:
-    return p.Load(model=str(model), cache_dir=str(tmp_path / "cache"), device="cpu", threads=1, **settings)
+    return p.Load(model=str(model), cache_dir=share(tmp_path / "cache"), device="cpu", threads=1, **settings)
 
 
 WORKLOAD = Workload(prompt_tokens=16, output_tokens=5, batch=1, prompts="short", distinct=2)
@@ -207,7 +208,7 @@ def test_S05_f_trying_kernels_ends_with_a_cancel_and_with_the_engine(
         assert refused.reason == "cancelled"
         ended = [e for e in worker.events if isinstance(e, p.TaskEnded)][-1]
         assert (ended.task, ended.cancelled) == ("pack", True)
-    end = time.monotonic() + 1.0
+    end = time.monotonic() + 3
     with contextlib.suppress(psutil.NoSuchProcess):
         while child.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < end, "the child is left"
@@ -227,7 +228,7 @@ def test_S05_the_worker_ends_when_its_pipe_closes(worker: Worker, tiny_llama: Pa
     worker.send(load(tiny_llama, tmp_path))
     assert worker.process.stdin is not None
     worker.process.stdin.close()
-    assert worker.process.wait(5) == 0
+    assert worker.process.wait(20) == 0
 
 
 def test_S05_the_worker_dies_with_its_parent(tmp_path: Path) -> None:
@@ -246,7 +247,7 @@ def test_S05_the_worker_dies_with_its_parent(tmp_path: Path) -> None:
     parent.stdout.close()
     parent.kill()
     parent.wait(10)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 20
     while time.monotonic() < end and _alive(child):
         time.sleep(0.05)
     os.close(held)

@@ -59,7 +59,7 @@ class SensorsProcess:
     def watch(self, **fields: Any) -> None:
         self.send(Watch(**fields))
 
-    def until(self, accept: Callable[[Any], bool], timeout: float = 10.0) -> Any:
+    def until(self, accept: Callable[[Any], bool], timeout: float = 40.0) -> Any:
         """The first event, already seen or still to come, that ``accept`` takes."""
         deadline, seen = time.monotonic() + timeout, 0
         with self._cond:
@@ -79,12 +79,12 @@ class SensorsProcess:
         last = "\n".join(map(str, [*state[-1:], *self._events[-2:]]))
         return f"no such event among {dict(kinds)}; the last:\n{last}\nlog: {self.log.read_text()}"
 
-    def state(self, timeout: float = 10.0) -> SensorState:
+    def state(self, timeout: float = 40.0) -> SensorState:
         found = self.until(lambda e: isinstance(e, SensorState), timeout)
         assert isinstance(found, SensorState)
         return found
 
-    def gpus(self, accept: Callable[[list[GpuSample]], bool], timeout: float = 10.0) -> list[GpuSample]:
+    def gpus(self, accept: Callable[[list[GpuSample]], bool], timeout: float = 40.0) -> list[GpuSample]:
         """The GPUs of the first sample that comes from now on and that ``accept`` takes."""
         now = time.monotonic_ns()
         sample = self.until(

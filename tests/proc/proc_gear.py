@@ -22,7 +22,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0, what: str = "") -> Any:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0, what: str = "") -> Any:
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         value = condition()

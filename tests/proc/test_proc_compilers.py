@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from proc_gear import HERE, alive, wait_until
+from shared_peaks import share
 
 from pdq_tui.core import protocol as p
 from pdq_tui.core.catalog import find_policy
@@ -55,7 +56,7 @@ def test_S05_a_compiler_and_its_helpers_die_with_the_engine(kernels: str, tiny: 
     started: list[int] = []
     try:
         for command in (
-            p.Load(model=str(tiny), device="cpu", threads=1, cache_dir=str(tmp_path / "cache"),
+            p.Load(model=str(tiny), device="cpu", threads=1, cache_dir=share(tmp_path / "cache"),
                    kernels=kernels, layers="auto"),
             p.SetArm(arm="A", policy=find_policy("int8")),
         ):  # fmt: skip

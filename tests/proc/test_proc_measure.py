@@ -134,7 +134,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_hung_engine(go: Callable[..., Measu
     began = time.monotonic()
     result = go("hang@6", blocks=100_000, on_event=seen.append)
     thread.join()
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 60, "a hung engine would have kept it for an hour"
     assert result.exit_code == 130 and sum(isinstance(e, Request) for e in result.events) == 5
 
 
@@ -142,7 +142,7 @@ def test_ctrl_c_while_loading(go: Callable[..., MeasureResult]) -> None:
     threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT)).start()
     began = time.monotonic()
     result = go("hang_at_load")
-    assert result.exit_code == 130 and time.monotonic() - began < 6
+    assert result.exit_code == 130 and time.monotonic() - began < 60
     assert not any(isinstance(e, RunStarted) for e in result.events)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from proc_gear import HERE, wait_until
+from shared_peaks import share
 
 from pdq_tui.core import protocol as p
 from pdq_tui.core.catalog import find_policy
@@ -42,7 +43,7 @@ def limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch
 
 
 def load(model: Path) -> p.Load:
-    return p.Load(model=str(model), device="cpu", threads=1, cache_dir=f"{model.parent}/cache")
+    return p.Load(model=str(model), device="cpu", threads=1, cache_dir=share(model.parent / "cache"))
 
 
 def test_S06_c_load_and_request_run_out_of_memory_and_the_session_goes_on(

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from proc_gear import HERE, alive, wait_until
+from shared_peaks import share
 
 from pdq_tui.core import protocol as p
 from pdq_tui.core.catalog import find_policy
@@ -34,8 +35,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(model: Path | str) -> p.Load:
-    """Peaks are measured once for this module, in the folder beside the model."""
-    return p.Load(model=str(model), device="cpu", threads=1, cache_dir=f"{Path(model).parent}/cache")
+    return p.Load(model=str(model), device="cpu", threads=1, cache_dir=share(Path(model).parent / "cache"))
 
 
 #: Importing torch takes a second on an idle machine and half a minute on a crowded one.
@@ -100,7 +100,7 @@ def test_S06_a_killed_engine_comes_back_with_model_arms_workload_and_loop(tiny: 
     finally:
         began = time.monotonic()
         session.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize("wait_s", [0.3, 2.5], ids=["f_while_importing", "later"])

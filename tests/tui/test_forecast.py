@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from textual.pilot import Pilot
 from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.formats import WEIGHTS, Format, packed_bytes
 from pdq_tui.core.kv import KvPolicy, natural_convert
+from pdq_tui.core.tuned import TunedTable, Winner, tuned_file, write_tuned
 from pdq_tui.host.view import SessionView
 from pdq_tui.tui import forecast
 from pdq_tui.tui.lines import LineList
@@ -86,6 +88,28 @@ def test_whether_it_fits_is_said_with_the_bytes(model: Path) -> None:
     assert "102.8 GiB free" in fit(gpu=True, **sensors)[1]
     sensors["sensors"].gpus[0].memory_used_bytes = None
     assert fit(gpu=True, **sensors)[0] is None
+
+
+def test_the_forecast_takes_what_was_measured_here_where_the_engine_does(model: Path) -> None:
+    """The engine says by its stamp that a tuned table comes first; one of elsewhere is not taken."""
+    stamp = {"cpu": "this one", "threads": "1"}
+    winners = [
+        Winner(format="int8", dtype="bf16", N=n, K=k, rows=(1, 1), layout="int8", kernel="int8-dequantize", us=1.0, error=0.0)
+        for n, k in LINEARS.values()
+    ]  # fmt: skip
+    write_tuned(tuned_file("cpu"), TunedTable("cpu", stamp, tuple(winners)))
+
+    def kernels(tuned_stamp: dict[str, str]) -> set[str]:
+        view = view_of(model, arms={})
+        assert view.device is not None
+        device = msgspec.structs.replace(
+            view.device, features=["bf16", "avx512bf16"], tuned_stamp=tuned_stamp
+        )
+        _, found = told(dataclasses.replace(view, device=device), "int8")
+        return set(found.prediction.stages["decode"].kernels)
+
+    assert "int8-dequantize" in kernels(stamp)
+    assert "int8-dequantize" not in kernels({}) and "int8-dequantize" not in kernels({"cpu": "another"})
 
 
 def predicted(model: Path, decode: str) -> Any:

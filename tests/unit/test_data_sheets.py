@@ -6,6 +6,7 @@ import pytest
 
 from pdq_tui.core.datasheet import data_sheet
 from pdq_tui.doctor import peaks
+from pdq_tui.host.machine import MeasuredPeaks
 
 
 @pytest.mark.parametrize(
@@ -34,16 +35,20 @@ def test_no_board_gets_anothers_data_sheet(name: str) -> None:
 
 
 def test_doctor_tells_both_or_that_there_are_none() -> None:
-    found = {
-        "read_gbps": 4300.0,
-        "read_method": "sum, fp32",
-        "copy_gbps": 4210.0,
-        "compute_tflops": {"bf16": 788.0},
-    }
-    measured, sheet = [c.text for c in peaks("NVIDIA H200", found)]
+    found = MeasuredPeaks(
+        4300.0, "sum, fp32", 4210.0, {"bf16": 788.0}, "best of 3 looks, the last on 2026-12-03"
+    )
+    measured, age, sheet = [c.text for c in peaks("NVIDIA H200", found)]
     assert "reads 4300 GB/s (sum, fp32), copies 4210 GB/s; TFLOP/s: bf16 788" in measured
+    assert age == "best of 3 looks, the last on 2026-12-03"
     assert "4800 GB/s (90% of it read)" in sheet and "fp8 1979" in sheet
     nothing, unknown = [c.text for c in peaks("AMD EPYC", None)]
     assert "not measured yet" in nothing and "no data sheet of AMD EPYC" in unknown
-    half = next(peaks("AMD EPYC", {**found, "read_gbps": None, "copy_gbps": None, "compute_tflops": {}})).text
+    half = next(peaks("AMD EPYC", MeasuredPeaks(None, "", None, {}))).text
     assert "reads n/a, copies n/a; TFLOP/s: n/a" in half
+
+
+def test_doctor_warns_of_peaks_that_were_measured_on_a_busy_machine() -> None:
+    found = MeasuredPeaks(20.0, "sum, fp32", 9.0, {}, "best of 1 look", "the peaks may be too low")
+    [warned] = [c for c in peaks("AMD EPYC", found) if c.status == "warn"]
+    assert warned.text == "best of 1 look: the peaks may be too low" and warned.advice

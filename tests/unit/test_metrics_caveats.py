@@ -152,3 +152,17 @@ def test_a_word_that_only_the_stricter_level_withholds_says_so() -> None:
     assert unsure_reason(Interval(0.05, -0.01, 0.11, 12), 0.01, 0.01) == TOO_WIDE
     assert unsure_reason(Interval(0.0, -0.001, 0.001, 12), 0.01, 0.01) == STRICTER
     assert "noise here hides" in unsure_reason(Interval(0.0, -0.01, 0.01, 12), 0.2, 0.01)
+
+
+def test_prompts_in_pieces_are_said_beside_the_figures(make_run: Any, meta: dict[str, Any]) -> None:
+    def cut(e: Any) -> None:
+        if isinstance(e, p.ArmReady) and e.arm == "int4":
+            e.coverage = {"prefill": p.Coverage(rows=256, rows_reason="engine.prefill_rows")}
+        if isinstance(e, p.Request) and e.arm == "int4":
+            e.prefill_pieces = 2
+
+    doc = document(make_run, meta, cut)
+    said = "prompts ran in up to 2 pieces of at most 256 rows (engine.prefill_rows): each reads all weights again"
+    assert [w for w in doc["warnings"] if "pieces" in w] == [f"int4: {said}"]
+    assert doc["arms"][1]["coverage"]["prefill"]["rows"] == 256
+    assert all("rows" not in stage for stage in doc["arms"][0]["coverage"].values())

@@ -211,6 +211,14 @@ def test_first_matching_exception_wins_and_the_head_is_kept() -> None:
     assert p.format_for("lm_head", "decode") == Format()
     named = parse_policy(GOOD + '\n[[keep]]\nmodules = ["lm_head"]\nweights = "int8"\n')
     assert named.format_for("lm_head", "decode") == Format("int8")
+    # whatever a family calls it, and where the engine has looked
+    assert p.format_for("embed_out", "decode") == p.format_for("output", "decode", head=True) == Format()
+    assert (
+        named.format_for("embed_out", "decode")
+        == named.format_for("output", "decode", True)
+        == Format("int8")
+    )
+    assert p.unmatched(["embed_out"]) and not [w for w in named.unmatched(["embed_out"]) if "lm_head" in w]
 
 
 def test_storage_is_what_the_two_formats_need() -> None:

@@ -9,8 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.formats import Format
 from pdq_tui.core.kernels import Capability, KernelTable, Use, load_kernels
+from pdq_tui.core.predict import Prediction, predict
+from pdq_tui.core.shapes import Linear, Shapes
 from pdq_tui.core.tuned import (
     MANY,
     ROWS,
@@ -177,3 +180,44 @@ def test_a_table_of_another_machine_is_not_used_and_this_is_said(tmp_path: Path)
     assert difference(STAMP, STAMP | {"kernels": "cc", "threads": "1"}) == (
         "CPU threads 2, here 1; other own CPU kernels"
     )
+
+
+def test_what_was_fastest_is_told_by_rows_for_people() -> None:
+    table = TunedTable(
+        "cpu",
+        STAMP,
+        (
+            won("int8", "int8pack", "int8", 5.0),
+            won("int8", "native-int8", "int8", 4.0),
+            won("int8", "int8pack", "int8", 4.0, N=256),
+            won("int8", "int8-dequantize-float32", "int8", 9.0, (2, 8)),
+            won("int8", "int8pack", "int8", 9.0, (9, MANY)),
+        ),
+    )
+    assert table.words(INT8) == (
+        "1 row native-int8 1/2, int8pack 1/2; 2 to 8 rows int8-dequantize-float32; from 9 rows int8pack"
+    )
+    assert table.words(INT4) == ""
+
+
+def test_a_prediction_takes_the_layout_and_the_kernels_that_were_measured_first() -> None:
+    """``policies check --device here`` and the app's forecast: the same table as the engine's."""
+    layers = (Linear("model.layers.0.mlp.down_proj", 128, 128), Linear("lm_head", 128, 128))
+    shapes = Shapes("m", "bf16", 2, layers, (), 0, None)
+    can = Capability("cpu", ("avx2", "native"))
+    int4 = find_policy("int4")
+
+    def told(table: KernelTable) -> Prediction:
+        return predict(int4, shapes, table, 512, 1, can)
+
+    plain = told(load_kernels("cpu")).stages["decode"]
+    table = tuned(
+        won("int4-g64", "native-int4", "int4-rows", 9.0),
+        won("int4-g64", "int4pack", "int4-cpu", 1.0),
+        won("dense", "linear-float32", "dense", 1.0),
+    )
+    measured = told(table).stages["decode"]
+    assert set(plain.kernels) == {"native-int4", "native-dense"}
+    assert measured.kernels == {"int4pack": 1, "linear-float32": 1}
+    # of a prompt's 512 rows the head multiplies one a request
+    assert told(table).stages["prefill"].kernels.keys() >= {"linear-float32"}

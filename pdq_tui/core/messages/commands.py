@@ -15,6 +15,8 @@ class Load(Message):
 
     ``layers``: "auto" runs decoder layers as the kernel table says (compiled where it can), "eager" never compiles.
     ``kernels``: "auto" builds and uses the project's own CPU kernels where it can, "torch" does not.
+    ``prefill_rows``: the most rows (tokens × sequences) of a prompt that run at once; None as the kernel table says, 0 never
+    cuts one.
     ``tuned``: "auto" puts first what ``Tune`` found on this machine, where its stamp fits; "off" does not.
     """
 
@@ -32,6 +34,7 @@ class Load(Message):
     layers: str = "eager"
     kernels: str = "torch"
     tuned: str = "off"
+    prefill_rows: int | None = 0
 
 
 class SetArm(Message):
@@ -80,7 +83,7 @@ class RunBlocks(Message):
 
 
 class Score(Message):
-    """Hold ``arms`` against ``base`` on windows of the project's own texts. Answered by a ``Scored`` a window and arm,
+    """Hold ``arms`` against ``base`` on windows of the built-in corpus. Answered by a ``Scored`` a window and arm,
     then ``RunEnded``. The base scores a window once, for all arms.
 
     path     "prefill": one pass over a window of ``prompt_tokens``; its second half is compared.
@@ -88,6 +91,8 @@ class Score(Message):
              the decode policy, through the handed-off cache.
     forced   of the decode path: "text", the window's own continuation, or "sample", what ``base`` says at temperature 1,
              drawn by ``seed``.
+    text     half of the corpus: "selection" or "confirmation" (``core.corpus``). In the order that ``seed`` gives it, the
+             windows after the first ``skip``.
     batch    windows in one pass, as many as the workload has sequences: other kernels may run at another number of rows.
     """
 
@@ -98,6 +103,8 @@ class Score(Message):
     prompt_tokens: int
     new_tokens: int = 0
     forced: str = "text"
+    text: str = "selection"
+    skip: int = 0
     seed: int = 0
     batch: int = 1
 

@@ -47,13 +47,15 @@ class TaskEnded(Message):
 
 
 class ModelReady(Message):
-    """``attention``: the attention implementation that runs, None where the worker did not say."""
+    """``attention``: the attention implementation that runs, None where the worker did not say. ``linears``: parameters of
+    every linear layer by its dotted name, in the model's order, the head among them; what a policy's patterns name."""
 
     model: ModelInfo
     device: DeviceInfo
     attention: str | None = None
     load_peak_bytes: int | None = None
     load_peak_reason: str | None = None
+    linears: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class ArmReady(Message):
@@ -143,6 +145,7 @@ class Request(Message):
     sum of max(bytes / read peak, FLOPs / peak of the dtype), see ``core.roofline``; null without measured peaks.
     ``decode_flops`` are those of the mean step, as ``bytes_per_step`` are its bytes.
     ``prompt_tokens`` are real tokens over the batch, ``padded_tokens`` the padding beside them.
+    ``prefill_pieces``: in how many passes the prompt went through the model.
     ``output_tokens`` are per row. ``peak_*`` are per-stage high-water marks by ``memory_method``.
     ``text`` and ``token_ids`` are the first row's answer; ``tokens_sha256`` is of all rows.
     ``valid`` False with ``invalid_reason``: may be shown, never ranked.
@@ -180,6 +183,7 @@ class Request(Message):
     prefill_flops: dict[str, float] = msgspec.field(default_factory=dict)
     decode_flops: dict[str, float] = msgspec.field(default_factory=dict)
     prefill_bytes: int | None = None
+    prefill_pieces: int = 1
     prefill_bound_ms: float | None = None
     decode_bound_ms: float | None = None
     kv_bytes: int | None = None
@@ -206,6 +210,7 @@ class Scored(Message):
     kld        Σ p_base · ln(p_base / p_arm); null where either side's logits are not finite.
     same_top1  whether both have the same argmax.
     nll        −ln p of the next (or forced) token, of the arm and of the base; null likewise.
+    text_sha256  of the window's token ids, 12 hex digits; "" in journals of earlier versions.
     """
 
     arm: str
@@ -220,6 +225,7 @@ class Scored(Message):
     same_top1: list[bool]
     nll: list[float | None]
     base_nll: list[float | None]
+    text_sha256: str = ""
 
 
 class Answered(Message):

@@ -34,7 +34,9 @@ class ModelInfo(msgspec.Struct, kw_only=True):
 class DeviceInfo(msgspec.Struct, kw_only=True):
     """``uuid`` and ``bus_id`` are None on CPU. ``features``: of ``core.kernels.FEATURES``, None where nobody looked.
     ``copy_peak_gbps`` counts what is read and what is written. ``driver``: version of the device's driver.
-    ``memory_bytes`` is the device's (or the cgroup's / machine's) total."""
+    ``memory_bytes`` is the device's (or the cgroup's / machine's) total. ``peaks_from``: how often and when the peaks were
+    looked for, and how far the looks are apart. ``tuned_stamp``: of the tuned kernel table that comes first here; empty where
+    none does."""
 
     kind: str
     name: str
@@ -54,6 +56,8 @@ class DeviceInfo(msgspec.Struct, kw_only=True):
     read_peak_method: str = ""
     compute_peak_tflops: dict[str, float] = msgspec.field(default_factory=dict)
     copy_peak_gbps: float | None = None
+    peaks_from: str = ""
+    tuned_stamp: dict[str, str] = msgspec.field(default_factory=dict)
     driver: str | None = None
 
 
@@ -69,9 +73,13 @@ class Coverage(msgspec.Struct, kw_only=True):
 
     formats        parameters by format
     kernels        linear layers by kernel
-    runner         what runs the decoder layers: "inductor" (one compiled program) or "eager" (transformers' modules)
+    runner         what runs the decoder layers: "native" (one call of our own a layer), "inductor" (one compiled program) or
+                   "eager" (transformers' modules)
     runner_reason  why nothing better does; None where nothing better is known here
     source         the checkpoint that the stage's weights come from; "" for the model itself
+    rows           prefill: the most rows (tokens × sequences) that run at once, where the workload's longest prompt has more;
+                   None: it runs whole
+    rows_reason    who says so, or why it runs whole though pieces were asked for; "" where nobody asked
     """
 
     converted_parameters: int = 0
@@ -84,6 +92,8 @@ class Coverage(msgspec.Struct, kw_only=True):
     runner: str = "eager"
     runner_reason: str | None = None
     source: str = ""
+    rows: int | None = None
+    rows_reason: str = ""
 
 
 class Fallback(msgspec.Struct, kw_only=True):

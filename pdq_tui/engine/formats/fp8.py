@@ -1,4 +1,5 @@
-"""FP8 E4M3 (``torch.float8_e4m3fn``: 4 exponent bits, 3 mantissa bits, largest value 448), one scale an output channel.
+"""FP8 E4M3 (``torch.float8_e4m3fn``: 4 exponent bits, 3 mantissa bits, largest value 448), one scale an output channel, or
+one for each group of its columns, as checkpoints with a scale for each block of the matrix have.
 
 Weight-only, widened one layer at a time, on any device; with activations rounded to the same format, one scale a token,
 where tensor cores multiply it (``torch._scaled_mm``).
@@ -28,14 +29,16 @@ _SIGN_ONCE: Final = ~0x4000
 
 @torch.no_grad()
 def pack_fp8(spec: Spec, master: Tensor, device: torch.device, cancelled: Callable[[], bool]) -> Packed:
-    """weight float8_e4m3fn [N, K]; scales float32 [N]: w = q · scale."""
+    """weight float8_e4m3fn [N, K]; scales float32 [N], with groups [N, K / group]: w = q · scale."""
+    groups = spec.k // spec.fmt.group_size if spec.fmt.group_size else 1
     weight = torch.empty((spec.N, spec.k), dtype=E4M3, device=device)
-    scales = torch.empty(spec.N, dtype=torch.float32, device=device)
+    scales = torch.empty((spec.N, groups), dtype=torch.float32, device=device)
     for rows in row_slices(spec.N, spec.k):
         check(cancelled)
-        weight[rows], scale = quantize_rows(wide_rows(spec, master, rows, device))
-        scales[rows] = scale[:, 0]
-    return Packed(spec, weight, scales)
+        wide = wide_rows(spec, master, rows, device)
+        q, scale = quantize_rows(wide.reshape(-1, spec.k // groups))
+        weight[rows], scales[rows] = q.view(wide.shape), scale.view(-1, groups)
+    return Packed(spec, weight, scales if spec.fmt.group_size else scales[:, 0].contiguous())
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,10 +57,11 @@ class _Fp8Wide(PackedLinear):
         # Also where it saves no time: in float16 a sum of products with values up to 448 may overflow.
         self.shifted = not self.weight.is_cuda or self.spec.dtype == torch.float16
         self.register_buffer("wide_scales", self.scales * (BIAS if self.shifted else 1.0), persistent=False)
+        self.grouped = self.wide_scales.dim() == 2
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """[N, K] in the scratch buffer, divided by BIAS where ``shifted``: torch's own conversion takes a CPU twenty times
-        as long. A NaN is lost so; its channel's scale is NaN already."""
+        """[N, K] in the scratch buffer, without its scales, divided by BIAS where ``shifted``: torch's own conversion takes a
+        CPU twenty times as long. A NaN is lost so; its channel's scale is NaN already."""
         shape = tuple(self.weight.shape)
         out = self.scratch.take(shape, dtype, self.weight.device)
         if not self.shifted:
@@ -68,7 +72,13 @@ class _Fp8Wide(PackedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         dtype = self.wide or x.dtype
-        return F.linear(x.to(dtype), self.dense(dtype)).mul_(self.wide_scales).to(x.dtype)
+        weight = self.dense(dtype)
+        if not self.grouped:
+            return F.linear(x.to(dtype), weight).mul_(self.wide_scales).to(x.dtype)
+        # Of a group the scale cannot wait for the sum; float32 scales, the weight rounded once.
+        groups = self.wide_scales.shape[1]
+        weight.view(weight.shape[0], groups, -1).mul_(self.wide_scales[:, :, None])
+        return F.linear(x.to(dtype), weight).to(x.dtype)
 
 
 class Fp8Dequantize(_Fp8Wide):

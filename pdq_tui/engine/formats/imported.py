@@ -23,7 +23,7 @@ class Imported:
     """The numbers of one linear layer, unpacked and as they are.
 
     q      int8: int8 [N, K]; fp8: float8_e4m3fn [N, K]; int4: uint8 [N, K] of 0…15.
-    scale  int8, fp8: [N]; int4: [N, K / group]; in the checkpoint's dtype.
+    scale  [N], with groups [N, K / group]; in the checkpoint's dtype.
     zero   int4: int16 [N, K / group], w = (q − zero) · scale; None: MIDDLE everywhere.
     """
 
@@ -39,7 +39,7 @@ class Imported:
         groups = self.fmt.group_size or K
         for rows in row_slices(N, K):
             wide = self.q[rows].float().view(-1, K // groups, groups)
-            if self.fmt.kind.groups:
+            if self.fmt.weights == "int4":
                 wide -= MIDDLE if self.zero is None else self.zero[rows].float()[:, :, None]
             out[rows] = wide.mul_(self.scale[rows].float().view(-1, K // groups, 1)).view(-1, K)
         return out
@@ -48,17 +48,15 @@ class Imported:
 def natural(weights: str, columns: int) -> Format | None:
     """The format that holds ``columns`` of K for each scale: longer groups than ours are cut into several with one and
     the same scale. None where no legal group divides them."""
-    if weights != "int4":
-        return Format(weights)
     group = next((g for g in sorted(GROUP_SIZES, reverse=True) if columns % g == 0), None)
-    return None if group is None else Format("int4", group_size=group)
+    return None if group is None else Format(weights, group_size=group)
 
 
 def holds(have: Format, wanted: Format) -> bool:
     """True where weights in ``have`` are also weights in ``wanted``, with the same numbers."""
     if have.weights != wanted.weights:
         return False
-    return not have.group_size or have.group_size % wanted.group_size == 0
+    return not have.group_size or (bool(wanted.group_size) and have.group_size % wanted.group_size == 0)
 
 
 @torch.no_grad()
@@ -69,6 +67,10 @@ def repack(spec: Spec, held: Imported, device: torch.device, cancelled: Callable
         return _repack_int4(spec, held, device, cancelled)
     check(cancelled)
     scales = held.scale.to(device=device, dtype=torch.float32 if spec.fmt.weights == "fp8" else spec.dtype)
+    if spec.fmt.group_size:
+        groups = spec.K // spec.fmt.group_size
+        scales = scales.view(spec.N, -1)
+        scales = scales.repeat_interleave(groups // scales.shape[1], dim=1)
     weight = torch.empty((spec.N, spec.K), dtype=held.q.dtype, device=device)
     for rows in row_slices(spec.N, spec.K):
         check(cancelled)

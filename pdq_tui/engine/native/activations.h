@@ -29,6 +29,18 @@ struct Activations {
   int64_t row(int64_t r) const { return std::min(r, rows - 1); }
 };
 
+// f(row) for every row, by all threads where there are many. Few rows are nobody's but the caller's, who may be one of several
+// threads already.
+template <typename F>
+void each_row(int64_t rows, F f) {
+  if (rows <= 16) {
+    for (int64_t r = 0; r < rows; ++r) f(r);
+    return;
+  }
+#pragma omp parallel for schedule(static)
+  for (int64_t r = 0; r < rows; ++r) f(r);
+}
+
 template <typename T>
 float largest(const T* x, int64_t n, bool* finite) {
   __m256 top = _mm256_setzero_ps(), bad = _mm256_setzero_ps();
@@ -87,8 +99,7 @@ void quantize_rows(const T* x, int64_t rows, int64_t K, int64_t k, bool tokens, 
   out.q.resize(rows * k);
   out.scale.resize(rows * out.blocks);
   out.sum.resize(rows * halves);
-#pragma omp parallel for schedule(static) if (rows > 16)
-  for (int64_t r = 0; r < rows; ++r) {
+  each_row(rows, [&](int64_t r) {
     int16_t* q = out.q.data() + r * k;
     float *scale = out.scale.data() + r * out.blocks, *sum = out.sum.data() + r * halves;
     std::memset(q + K, 0, (k - K) * sizeof *q);
@@ -98,7 +109,7 @@ void quantize_rows(const T* x, int64_t rows, int64_t K, int64_t k, bool tokens, 
       else scale[b] = 1.0f;  // a block of padding
     }
     for (int64_t h = 0; h < halves; ++h) sum[h] = sum_half(q + h * HALF, scale[h * HALF / width]);
-  }
+  });
 }
 
 }  // namespace pdq

@@ -65,27 +65,27 @@ inline void channel_int8(const Activations& x, int64_t from, const int8_t* w, co
 }
 
 // Sums of the activations by group of weights, each row's rounded up to eight groups with zeros. A unit is the longest run
-// of columns under one scale of either side; factors: the activations' scale of each, rows × units.
+// of columns under one scale of either side; factors: the activations' scale of each, rows × span, zeros beyond the units.
 struct Groups {
-  int64_t group, groups, padded, unit, units;
+  int64_t group, groups, padded, unit, units, span;
   std::vector<float> sums, factors;
 
-  int64_t room(int64_t rows) const { return (rows + 1) * units + padded; }
+  int64_t room(int64_t rows) const { return (rows + 1) * span + padded; }
 
   Groups(const Activations& x, int64_t group) : group(group), groups(x.k / group), padded((groups + 7) / 8 * 8) {
-    unit = group == HALF ? HALF : BLOCK, units = x.k / unit;
+    unit = group == HALF ? HALF : BLOCK, units = x.k / unit, span = (units + 7) / 8 * 8;
     sums.assign(x.rows * padded, 0.0f);
     const int64_t halves = x.k / HALF;
-    factors.resize(x.rows * units);
+    factors.assign(x.rows * span, 0.0f);
     for (int64_t r = 0; r < x.rows; ++r) {
       for (int64_t h = 0; h < halves; ++h) sums[r * padded + h * HALF / group] += x.sum[r * halves + h];
       for (int64_t u = 0; u < units; ++u)
-        factors[r * units + u] = x.scale[r * x.blocks + (x.blocks == 1 ? 0 : u * unit / BLOCK)];
+        factors[r * span + u] = x.scale[r * x.blocks + (x.blocks == 1 ? 0 : u * unit / BLOCK)];
     }
   }
 };
 
-// What a channel's scales mean for R rows. room: first R × units factors of the sums, one for each unit of columns, then
+// What a channel's scales mean for R rows. room: first R × span factors of the sums, one for each unit of columns, then
 // what they are made of. start: what each row's result begins with.
 // Σ x·((q − 8)·s + z) = Σ_groups s·Σ x·q + (z − 8 s)·Σ x.
 template <int R, typename S>
@@ -93,7 +93,9 @@ inline void scales_int4(const Activations& x, int64_t from, const Groups& g, con
                         float start[R]) {
   const __m256 eight = _mm256_set1_ps(8.0f);
   const int64_t per_group = g.group / g.unit;
-  float* by_group = room + R * g.units;
+  float* by_group = room + R * g.span;
+  // One unit a group: no pass of its own for the factors.
+  const bool at_once = per_group == 1;
   float* by_unit = per_group == 1 ? by_group : by_group + g.padded;
   __m256 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
@@ -102,16 +104,19 @@ inline void scales_int4(const Activations& x, int64_t from, const Groups& g, con
     load_pairs(scales + (n * g.groups + i) * 2, std::min<int64_t>(8, g.groups - i), &s, &z);
     _mm256_storeu_ps(by_group + i, s);
     const __m256 offset = _mm256_fnmadd_ps(eight, s, z);
-    for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r) {
       acc[r] = _mm256_fmadd_ps(offset, _mm256_loadu_ps(g.sums.data() + (from + r) * g.padded + i), acc[r]);
+      if (at_once) _mm256_storeu_ps(room + r * g.span + i, _mm256_mul_ps(s, _mm256_loadu_ps(g.factors.data() + (from + r) * g.span + i)));
+    }
   }
   if (per_group > 1)
     for (int64_t i = 0; i < g.groups; ++i)
       for (int64_t u = 0; u < per_group; ++u) by_unit[i * per_group + u] = by_group[i];
   for (int r = 0; r < R; ++r) {
     start[r] = sum8(acc[r]);
-    const float* __restrict__ by = g.factors.data() + (from + r) * g.units;
-    float* __restrict__ to = room + r * g.units;
+    if (at_once) continue;
+    const float* __restrict__ by = g.factors.data() + (from + r) * g.span;
+    float* __restrict__ to = room + r * g.span;
     for (int64_t u = 0; u < g.units; ++u) to[u] = by_unit[u] * by[u];
   }
 }
@@ -131,7 +136,7 @@ inline void channel_int4(const Activations& x, int64_t from, const Groups& g, co
     unpack_int4(w + n * (k / 2) + b * (BLOCK / 2), v);
     for (int r = 0; r < R; ++r) {
       const int16_t* block = q + r * k + b * BLOCK;
-      const float* by = room + r * g.units;
+      const float* by = room + r * g.span;
       if constexpr (HALVES) {
         acc[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(madd2(v, block)), _mm256_broadcast_ss(by + 2 * b), acc[r]);
         acc[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(madd2(v + 2, block + HALF)), _mm256_broadcast_ss(by + 2 * b + 1), acc[r]);

@@ -5,9 +5,8 @@
 
 #include <omp.h>
 
-#include "cache_ops.h"
+#include "layer.h"
 #include "prefill.h"
-#include "widen.h"
 
 namespace {
 
@@ -34,88 +33,25 @@ bool is_bf16(const Tensor& t) {
   return type == ScalarType::BFloat16;
 }
 
-template <int n>
-using Count = std::integral_constant<int, n>;
-
-#ifdef PDQ_WIDE
-namespace best = pdq::wide;
-#else
-namespace best = pdq;
-#endif
-
-// Calls f(R, first of R rows, channel) until all rows × channels [first, last) are covered.
-template <int64_t MOST = GEMV_ROWS, typename F>
-void by_rows(int64_t rows, int64_t first, int64_t last, F f) {
-  for (int64_t from = 0; from < rows; from += MOST)
-    for (int64_t n = first; n < last; ++n) switch (std::min<int64_t>(MOST, rows - from)) {
-        case 8: if constexpr (MOST >= 8) f(Count<8>{}, from, n); break;
-        case 7: if constexpr (MOST >= 8) f(Count<7>{}, from, n); break;
-        case 6: if constexpr (MOST >= 8) f(Count<6>{}, from, n); break;
-        case 5: if constexpr (MOST >= 8) f(Count<5>{}, from, n); break;
-        case 4: f(Count<4>{}, from, n); break;
-        case 3: f(Count<3>{}, from, n); break;
-        case 2: f(Count<2>{}, from, n); break;
-        default: f(Count<1>{}, from, n);
-      }
-}
-
-// Channels of a thread, whole cache lines of the result where possible.
-struct Share {
-  int64_t first, last;
-  explicit Share(int64_t N) {
-    const int64_t threads = omp_get_num_threads(), step = 32, pieces = (N + step - 1) / step;
-    const int64_t each = (pieces + threads - 1) / threads * step;
-    first = std::min(N, omp_get_thread_num() * each), last = std::min(N, first + each);
-  }
-};
-
 // -- weights of the model's own dtype ---------------------------------------------------------------------------------
 
 template <typename T>
-void run_dense(const Tensor& x, const Tensor& w, Tensor& out) {
-  const int64_t rows = x.size(0), K = x.size(1), N = w.size(0);
-  std::vector<float> wide(rows * K);
-  const T* from = data<const T>(x);
-  for (int64_t i = 0; i < rows * K; ++i) wide[i] = widen(from[i]);
-  const T* weights = data<const T>(w);
-  T* to = data<T>(out);
-#pragma omp parallel
-  {
-    const Share mine(N);
-    by_rows(rows, mine.first, mine.last, [&](auto R, int64_t r, int64_t n) {
-      channel_dense<R.value>(wide.data() + r * K, weights, K, n, to + r * N, N);
-    });
-  }
+void run_few(const Linear& w, const Tensor& x, Tensor& out) {
+  few_rows(w, Input<T>(data<const T>(x), x.size(0), w), data<T>(out));
 }
-
-#if defined(PDQ_WIDE) && defined(__AVX512BF16__)
-template <>
-void run_dense<bf16>(const Tensor& x, const Tensor& w, Tensor& out) {
-  const int64_t rows = x.size(0), K = x.size(1), N = w.size(0);
-  const bf16 *from = data<const bf16>(x), *weights = data<const bf16>(w);
-  bf16* to = data<bf16>(out);
-#pragma omp parallel
-  {
-    const Share mine(N);
-    by_rows<wide::BYTE_ROWS>(rows, mine.first, mine.last, [&](auto R, int64_t r, int64_t n) {
-      wide::channel_bf16<R.value>(from + r * K, weights, K, n, to + r * N, N);
-    });
-  }
-}
-#endif
 
 Tensor dense(Tensor x, Tensor w) {
   expect_rows(x, w);
   expect(x.size(1) == w.size(1) && x.scalar_type() == w.scalar_type(), "x [rows, K] and w [N, K] of one dtype");
   Tensor out = result(x, w.size(0));
-  is_bf16(x) ? run_dense<bf16>(x, w, out) : run_dense<float>(x, w, out);
+  const Linear linear{Form::dense, w.size(0), x.size(1), x.size(1), 0, w.data_ptr(), nullptr, nullptr, nullptr};
+  is_bf16(x) ? run_few<bf16>(linear, x, out) : run_few<float>(linear, x, out);
   return out;
 }
 
 // -- int8 -------------------------------------------------------------------------------------------------------------
 
-#ifdef PDQ_WIDE
-
+// More rows than `few_rows` is for.
 template <typename T>
 void run_int8(const Tensor& x, const Tensor& w, const Tensor& scales, bool tokens, Tensor& out) {
   const int64_t rows = x.size(0), N = w.size(0), k = w.size(1);
@@ -124,64 +60,23 @@ void run_int8(const Tensor& x, const Tensor& w, const Tensor& scales, bool token
   const int8_t* weights = data<const int8_t>(w);
   const T* by = data<const T>(scales);
   T* to = data<T>(out);
+#ifdef PDQ_WIDE
   const auto wide_scales = [&](int64_t n, float* scale, float*) {
     for (int64_t c = 0; c < std::min(wide::PANEL, N - n); ++c) scale[c] = widen(by[n + c]);
   };
   if (tokens) {
     const wide::Bytes bytes(a);
-    if (rows <= wide::BYTE_ROWS) {
-#pragma omp parallel
-      {
-        const Share mine(N);
-        by_rows<wide::BYTE_ROWS>(rows, mine.first, mine.last, [&](auto R, int64_t r, int64_t n) {
-          wide::channel_tokens<R.value>(a, bytes, r, weights, by, n, to + r * N, N);
-        });
-      }
-      return;
-    }
     const wide::Tiles tiles(bytes.q.data(), rows, k / 4);
     const auto unpack = [&](int64_t n, int64_t c) { return wide::bytes_int8(weights + n * k + c); };
     const auto expand = [&](int64_t n, int32_t* panel) { wide::panel_bytes(unpack, k, n, N, panel); };
     wide::multiply_all(wide::TokensPanel{a, tiles, bytes.sum.data()}, rows, k / 4, N, 1, 0, expand, wide_scales, to);
     return;
   }
-  if (rows <= 2 * GEMV_ROWS) {
-#pragma omp parallel
-    {
-      const Share mine(N);
-      by_rows(rows, mine.first, mine.last, [&](auto R, int64_t r, int64_t n) {
-        wide::channel_int8<R.value>(a, r, weights, by, n, to + r * N, N);
-      });
-    }
-    return;
-  }
   const wide::Tiles tiles(a.q.data(), rows, k / 2);
   const auto unpack = [&](int64_t n, int64_t c, __m512i two[2]) { wide::words_int8(weights + n * k + c, two); };
   const auto expand = [&](int64_t n, int32_t* panel) { wide::panel_words(unpack, k, n, N, panel); };
   wide::multiply_all(wide::BlocksPanel{a, tiles}, rows, k / 2, N, 1, 0, expand, wide_scales, to);
-}
-
 #else
-
-template <typename T>
-void run_int8(const Tensor& x, const Tensor& w, const Tensor& scales, bool tokens, Tensor& out) {
-  const int64_t rows = x.size(0), N = w.size(0), k = w.size(1);
-  Activations a;
-  quantize_rows(data<const T>(x), rows, x.size(1), k, tokens, a);
-  const int8_t* weights = data<const int8_t>(w);
-  const T* by = data<const T>(scales);
-  T* to = data<T>(out);
-  if (rows <= 2 * GEMV_ROWS) {
-#pragma omp parallel
-    {
-      const Share mine(N);
-      by_rows(rows, mine.first, mine.last, [&](auto R, int64_t r, int64_t n) {
-        if (tokens) channel_int8<R.value, true>(a, r, weights, by, n, to + r * N, N);
-        else channel_int8<R.value, false>(a, r, weights, by, n, to + r * N, N);
-      });
-    }
-    return;
-  }
 #pragma omp parallel
   {
     std::vector<int16_t> panel(k * PANEL);
@@ -193,9 +88,8 @@ void run_int8(const Tensor& x, const Tensor& w, const Tensor& scales, bool token
       multiply_panel(a, panel.data(), {0, scale, scale}, n, N, to);
     }
   }
-}
-
 #endif
+}
 
 // tokens: activations as −127…127 with one scale a row (W8A8), else as 16-bit whole numbers by blocks (W8A16).
 Tensor int8(Tensor x, Tensor w, Tensor scales, bool tokens) {
@@ -203,12 +97,17 @@ Tensor int8(Tensor x, Tensor w, Tensor scales, bool tokens) {
   expect(w.size(1) % BLOCK == 0 && x.size(1) <= w.size(1), "int8 weights [N, k] with k a multiple of 64");
   expect(scales.size(0) == w.size(0) && scales.is_contiguous() && scales.scalar_type() == x.scalar_type(), "one scale a channel");
   Tensor out = result(x, w.size(0));
-  is_bf16(x) ? run_int8<bf16>(x, w, scales, tokens, out) : run_int8<float>(x, w, scales, tokens, out);
+  const Form form = tokens ? Form::w8a8 : Form::int8;
+  const Linear linear{form, w.size(0), x.size(1), w.size(1), 0, w.data_ptr(), scales.data_ptr(), nullptr, nullptr};
+  const bool few = x.size(0) <= most_few(form);
+  if (is_bf16(x)) few ? run_few<bf16>(linear, x, out) : run_int8<bf16>(x, w, scales, tokens, out);
+  else few ? run_few<float>(linear, x, out) : run_int8<float>(x, w, scales, tokens, out);
   return out;
 }
 
 // -- int4 in groups ---------------------------------------------------------------------------------------------------
 
+// More rows than `few_rows` is for.
 void run_int4(const Tensor& x, const Tensor& w, const Tensor& scales, int64_t group, bool tokens, Tensor& out) {
   const int64_t rows = x.size(0), N = w.size(0), k = w.size(1) * 2, groups = k / group;
   Activations a;
@@ -216,19 +115,6 @@ void run_int4(const Tensor& x, const Tensor& w, const Tensor& scales, int64_t gr
   const uint8_t* weights = data<const uint8_t>(w);
   const bf16* by = data<const bf16>(scales);
   bf16* to = data<bf16>(out);
-  if (rows <= 2 * GEMV_ROWS) {
-    const Groups shared(a, group);
-#pragma omp parallel
-    {
-      const Share mine(N);
-      std::vector<float> room(shared.room(GEMV_ROWS));
-      by_rows(rows, mine.first, mine.last, [&](auto R, int64_t r, int64_t n) {
-        if (group == HALF) best::channel_int4<R.value, true>(a, r, shared, weights, by, n, room.data(), to + r * N, N);
-        else best::channel_int4<R.value, false>(a, r, shared, weights, by, n, room.data(), to + r * N, N);
-      });
-    }
-    return;
-  }
 #ifdef PDQ_WIDE
   if (tokens) {
     const wide::Bytes bytes(a);
@@ -290,7 +176,9 @@ Tensor int4(Tensor x, Tensor w, Tensor scales, int64_t group, bool tokens) {
   expect(scales.is_contiguous() && scales.dim() == 3 && scales.size(0) == w.size(0) && scales.size(1) == k / group, "scales [N, k / group, 2]");
   expect(is_bf16(x) && scales.scalar_type() == ScalarType::BFloat16, "int4 takes bf16");
   Tensor out = result(x, w.size(0));
-  run_int4(x, w, scales, group, tokens, out);
+  const Form form = tokens ? Form::w4a8 : Form::int4;
+  if (x.size(0) <= most_few(form)) run_few<bf16>({form, w.size(0), x.size(1), k, group, w.data_ptr(), scales.data_ptr(), nullptr, nullptr}, x, out);
+  else run_int4(x, w, scales, group, tokens, out);
   return out;
 }
 
@@ -307,17 +195,8 @@ Tensor nested(Tensor x, Tensor w, Tensor residual, Tensor scales) {
   expect_rows(x, w);
   expect_nested(w, residual, scales);
   expect(w.size(1) % BLOCK == 0 && x.size(1) <= w.size(1) && is_bf16(x) && is_bf16(scales), "bf16, k a multiple of 64");
-  const int64_t rows = x.size(0), N = w.size(0), k = w.size(1);
-  Tensor out = result(x, N);
-  Activations a;
-  quantize_rows(data<const bf16>(x), rows, x.size(1), k, false, a);
-#pragma omp parallel
-  {
-    const Share mine(N);
-    by_rows(rows, mine.first, mine.last, [&](auto R, int64_t r, int64_t n) {
-      channel_nested<R.value>(a, r, data<const int8_t>(w), data<const int8_t>(residual), data<const bf16>(scales), n, data<bf16>(out) + r * N, N);
-    });
-  }
+  Tensor out = result(x, w.size(0));
+  run_few<bf16>({Form::nested, w.size(0), x.size(1), w.size(1), 0, w.data_ptr(), scales.data_ptr(), residual.data_ptr(), nullptr}, x, out);
   return out;
 }
 
@@ -372,9 +251,99 @@ Tensor causal(Tensor q, Tensor k, Tensor v, double scaling, int64_t window) {
 }
 #endif
 
+// -- a whole decoder layer --------------------------------------------------------------------------------------------
+
+// tensors: weight, scales, residual and bias of each of seven matrices, empty where there is none; numbers: form, K and group.
+template <typename T>
+Linear linear_of(const std::vector<Tensor>& tensors, const std::vector<int64_t>& numbers, int64_t which) {
+  const Tensor *given = tensors.data() + 4 * which, &w = given[0];
+  const auto form = static_cast<Form>(numbers[3 * which]);
+  const int64_t K = numbers[3 * which + 1], group = numbers[3 * which + 2];
+  const auto pointer = [](const Tensor& t) -> const void* { return t.numel() == 0 ? nullptr : t.data_ptr(); };
+  constexpr ScalarType own = std::is_same_v<T, bf16> ? ScalarType::BFloat16 : ScalarType::Float;
+  for (int i = 0; i < 4; ++i) expect(given[i].is_contiguous(), "contiguous tensors are expected");
+  expect(w.dim() == 2 && numbers[3 * which] >= 0 && numbers[3 * which] <= static_cast<int64_t>(Form::nested), "a matrix of a known form");
+  Linear made{form, w.size(0), K, w.size(1), group, pointer(w), pointer(given[1]), pointer(given[2]), pointer(given[3])};
+  if (form == Form::dense) {
+    expect(w.scalar_type() == own && made.k == K, "dense weights [N, K] of the model's dtype");
+  } else if (made.int4()) {
+    made.k *= 2;
+    expect(w.scalar_type() == ScalarType::Byte && group % HALF == 0 && (group == HALF || group % BLOCK == 0) && made.k % group == 0 &&
+               given[1].dim() == 3 && given[1].size(0) == made.N && given[1].size(1) == made.k / group && given[1].size(2) == 2,
+           "int4 weights [N, k / 2] in groups, scales [N, k / group, 2]");
+  } else {
+    expect(w.scalar_type() == ScalarType::Char && given[1].numel() == made.N, "int8 weights [N, k], one scale a channel");
+  }
+  if (form != Form::dense) expect(given[1].scalar_type() == own && made.k % BLOCK == 0 && K <= made.k, "scales of the model's dtype, k a multiple of 64");
+  if (made.int4() || form == Form::nested) expect(own == ScalarType::BFloat16, "int4 and nested take bf16");
+  if (form == Form::nested) expect(given[2].scalar_type() == ScalarType::Char && given[2].numel() == w.numel(), "residuals [N, k]");
+  expect(made.bias == nullptr || (given[3].scalar_type() == own && given[3].numel() == made.N), "a bias of N");
+  return made;
+}
+
+// x [B, 1, hidden], cos and sin [B or 1, 1, D]. mean, spread: of the channels of keys, or empty. tensors: both norms, the heads' norms or empty, then as in linear_of of q, k, v, o,
+// gate, up, down. The new position is written to `slot` of the layer's cache, and the first `count` slots are attended over.
+Tensor layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> tensors, std::vector<int64_t> numbers, double eps, double scaling,
+             Tensor cache_data, Tensor cache_scale, Tensor cache_low, Tensor mean, Tensor spread, int64_t slot, int64_t count, Tensor mask) {
+  expect(tensors.size() == 32 && numbers.size() == 21, "32 tensors and 21 numbers describe a layer");
+  expect(x.dim() == 3 && x.size(1) == 1 && x.is_contiguous() && cos.is_contiguous() && sin.is_contiguous(), "x [B, 1, hidden]");
+  const int64_t B = x.size(0), hidden = x.size(2), D = cos.size(2);
+  Tensor out = torch::stable::new_empty(x, {B, 1, hidden});
+  const auto all = [&](auto* kind) {
+    using T = std::remove_pointer_t<decltype(kind)>;
+    const std::vector<Tensor> matrices(tensors.begin() + 4, tensors.end());
+    const auto one = [&](int64_t i) { return linear_of<T>(matrices, numbers, i); };
+    const auto norm = [&](int64_t i, int64_t n) -> const T* {
+      if (tensors[i].numel() == 0 && i >= 2) return nullptr;
+      expect(tensors[i].numel() == n && tensors[i].scalar_type() == x.scalar_type() && tensors[i].is_contiguous(), "norms of the model's dtype");
+      return data<const T>(tensors[i]);
+    };
+    Layer<T> made{one(0), one(1), one(2), one(3), one(4), one(5), one(6), norm(0, hidden), norm(1, hidden), norm(2, D), norm(3, D),
+                  static_cast<float>(eps)};
+    const LayerCache cache(cache_data, cache_scale, cache_low, D);
+    const int64_t H = made.q.N / D, inner = made.gate.N;
+    expect(cache.B == B && made.q.N == H * D && made.k.N == cache.kv_heads * D && made.v.N == made.k.N && slot >= 0 && slot < count,
+           "the heads and the cache do not belong together");
+    expect(made.q.K == hidden && made.k.K == hidden && made.v.K == hidden && made.o.K == H * D && made.o.N == hidden && made.gate.K == hidden &&
+               made.up.K == hidden && made.up.N == inner && made.down.K == inner && made.down.N == hidden && inner % 8 == 0,
+           "the matrices do not belong together");
+    for (const Tensor* t : {&cos, &sin})
+      expect(t->dim() == 3 && (t->size(0) == B || t->size(0) == 1) && t->size(1) == 1 && t->size(2) == D && t->scalar_type() == x.scalar_type(), "cos and sin [B, 1, D]");
+    std::vector<T> turns;
+    const T *cosines = data<const T>(cos), *sines = data<const T>(sin);
+    if (cos.size(0) < B || sin.size(0) < B) {
+      turns.resize(2 * B * D);
+      for (int64_t b = 0; b < B; ++b) {
+        std::copy_n(cosines + (cos.size(0) == B ? b * D : 0), D, turns.begin() + b * D);
+        std::copy_n(sines + (sin.size(0) == B ? b * D : 0), D, turns.begin() + (B + b) * D);
+      }
+      cosines = turns.data(), sines = turns.data() + B * D;
+    }
+    Channels channels{nullptr, nullptr};
+    if (mean.numel() != 0) {
+      for (const Tensor* t : {&mean, &spread})
+        expect(t->numel() == B * cache.kv_heads * D && t->is_contiguous() && t->scalar_type() == ScalarType::Float, "channels [B, kv_heads, 1, D] of float32");
+      channels = {data<const float>(mean), data<const float>(spread)};
+    }
+    Attention attention(cache, H, count, mask, scaling, 0.0);
+    run_layer(made, data<const T>(x), cosines, sines, channels, attention, slot, data<T>(out));
+  };
+  is_bf16(x) ? all(static_cast<bf16*>(nullptr)) : all(static_cast<float*>(nullptr));
+  return out;
+}
+
 }  // namespace
 
+// One operator by several names: what a profiler shows says which form the layer's matrices have.
+constexpr const char* LAYERS[] = {"layer_dense", "layer_int8", "layer_int4", "layer_nested", "layer_mixed"};
+
 STABLE_TORCH_LIBRARY(pdq_native, m) {
+  for (const char* name : LAYERS) {
+    const std::string schema = std::string(name) +
+        "(Tensor x, Tensor cos, Tensor sin, Tensor[] tensors, int[] numbers, float eps, float scaling, Tensor(a!) data, Tensor(b!) scale, "
+        "Tensor(c!) low, Tensor mean, Tensor spread, int slot, int count, Tensor mask) -> Tensor";
+    m.def(schema.c_str());
+  }
 #ifdef PDQ_PREFILL
   m.def("causal(Tensor q, Tensor k, Tensor v, float scaling, int window) -> Tensor");
 #endif
@@ -389,6 +358,7 @@ STABLE_TORCH_LIBRARY(pdq_native, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pdq_native, CPU, m) {
+  for (const char* name : LAYERS) m.impl(name, TORCH_BOX(&layer));
 #ifdef PDQ_PREFILL
   m.impl("causal", TORCH_BOX(&causal));
 #endif

@@ -26,9 +26,9 @@ inline void unpack_int8(const int8_t* block, __m256i out[4]) {
 
 // Up to eight (scale, zero) pairs, zeros beyond n.
 inline void load_pairs(const bf16* pairs, int64_t n, __m256* scale, __m256* zero) {
-  alignas(32) bf16 copy[16] = {};
-  if (n < 8) pairs = static_cast<const bf16*>(std::memcpy(copy, pairs, n * 2 * sizeof *pairs));
-  const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pairs));
+  const __m256i there = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  const __m256i both = n >= 8 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pairs))
+                              : _mm256_maskload_epi32(reinterpret_cast<const int*>(pairs), there);
   *scale = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
   *zero = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }

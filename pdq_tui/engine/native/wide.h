@@ -8,6 +8,8 @@
 // sum of a row's activations is taken off at the end: whole numbers all the way, exact up to k = 2^31 / (255 · 127).
 #pragma once
 
+#include <omp.h>
+
 #include "gemm.h"
 #include "gemv.h"
 
@@ -33,10 +35,13 @@ struct Bytes {
   std::vector<int8_t> q;
   std::vector<int32_t> sum;
 
-  explicit Bytes(const Activations& x) : q(x.rows * x.k), sum(x.rows) {
+  Bytes() = default;
+  explicit Bytes(const Activations& x) { read(x); }
+
+  void read(const Activations& x) {
+    q.resize(x.rows * x.k), sum.resize(x.rows);
     const __m256i ones = _mm256_set1_epi16(1);
-#pragma omp parallel for schedule(static) if (x.rows > 16)
-    for (int64_t r = 0; r < x.rows; ++r) {
+    each_row(x.rows, [&](int64_t r) {
       const int16_t* from = x.q.data() + r * x.k;
       __m256i total = _mm256_setzero_si256();
       for (int64_t i = 0; i < x.k; i += 16) {
@@ -45,7 +50,7 @@ struct Bytes {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(q.data() + r * x.k + i), _mm256_cvtepi16_epi8(words));
       }
       sum[r] = sum8(total);
-    }
+    });
   }
 };
 
@@ -56,11 +61,10 @@ struct Tiles {
 
   Tiles(const void* rows, int64_t count, int64_t steps) : steps(steps), lanes((count + TILE - 1) / TILE * TILE * steps) {
     const char* from = static_cast<const char*>(rows);
-#pragma omp parallel for schedule(static) if (count > 16)
-    for (int64_t r = 0; r < count; ++r) {
+    each_row(count, [&](int64_t r) {
       int32_t* to = lanes.data() + r / TILE * TILE * steps + r % TILE;
       for (int64_t s = 0; s < steps; ++s) std::memcpy(to + s * TILE, from + (r * steps + s) * sizeof *to, sizeof *to);
-    }
+    });
   }
   const int32_t* tile(int64_t first_row) const { return lanes.data() + first_row * steps; }
 };
@@ -221,12 +225,14 @@ struct TokenGroupsPanel {
 // Sums of whole numbers by group, rows × groups.
 inline std::vector<float> group_sums(const Activations& x, int64_t group) {
   std::vector<float> sums(x.rows * (x.k / group));
-#pragma omp parallel for schedule(static) if (x.rows > 16)
-  for (int64_t i = 0; i < static_cast<int64_t>(sums.size()); ++i) {
-    int32_t total = 0;
-    for (int64_t c = 0; c < group; ++c) total += x.q[i * group + c];
-    sums[i] = static_cast<float>(total);
-  }
+  const int64_t groups = x.k / group;
+  each_row(x.rows, [&](int64_t r) {
+    for (int64_t i = r * groups; i < (r + 1) * groups; ++i) {
+      int32_t total = 0;
+      for (int64_t c = 0; c < group; ++c) total += x.q[i * group + c];
+      sums[i] = static_cast<float>(total);
+    }
+  });
   return sums;
 }
 
@@ -396,26 +402,30 @@ inline void channel_int4(const Activations& x, int64_t from, const Groups& g, co
   const int16_t* q = x.q.data() + from * k;
   float start[R];
   scales_int4<R>(x, from, g, scales, n, room, start);
-  __m512 acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = _mm512_setzero_ps();
-  for (int64_t b = 0; b < whole; ++b) {
+  // Two sums a row, each in a register of its own: one would wait for its own addition at every step.
+  __m512 acc[R], more[R];
+  for (int r = 0; r < R; ++r) acc[r] = more[r] = _mm512_setzero_ps();
+  const auto block = [&](int64_t b, __m512 (&first)[R], __m512 (&second)[R]) {
     __m512i v[2];
     words_int4(w + n * (k / 2) + b * (BLOCK / 2), v);
     for (int r = 0; r < R; ++r) {
-      const int16_t* block = q + r * k + b * BLOCK;
-      const float* by = room + r * g.units;
-      const __m512i first = _mm512_dpwssd_epi32(_mm512_setzero_si512(), v[0], load64(block));
+      const int16_t* x16 = q + r * k + b * BLOCK;
+      const float* by = room + r * g.span;
+      const __m512i low = _mm512_dpwssd_epi32(_mm512_setzero_si512(), v[0], load64(x16));
       if constexpr (HALVES) {
-        const __m512i second = _mm512_dpwssd_epi32(_mm512_setzero_si512(), v[1], load64(block + HALF));
-        acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(first), _mm512_set1_ps(by[2 * b]), acc[r]);
-        acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(second), _mm512_set1_ps(by[2 * b + 1]), acc[r]);
+        const __m512i high = _mm512_dpwssd_epi32(_mm512_setzero_si512(), v[1], load64(x16 + HALF));
+        first[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(low), _mm512_set1_ps(by[2 * b]), first[r]);
+        second[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(by[2 * b + 1]), second[r]);
       } else {
-        const __m512i both = _mm512_dpwssd_epi32(first, v[1], load64(block + HALF));
-        acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(both), _mm512_set1_ps(by[b]), acc[r]);
+        const __m512i both = _mm512_dpwssd_epi32(low, v[1], load64(x16 + HALF));
+        first[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(both), _mm512_set1_ps(by[b]), first[r]);
       }
     }
-  }
-  for (int r = 0; r < R; ++r) store(out + r * stride + n, sum16(acc[r]) + start[r]);
+  };
+  int64_t b = 0;
+  for (; b + 2 <= whole; b += 2) block(b, acc, more), block(b + 1, more, acc);
+  if (b < whole) block(b, acc, more);
+  for (int r = 0; r < R; ++r) store(out + r * stride + n, sum16(_mm512_add_ps(acc[r], more[r])) + start[r]);
 }
 
 }  // namespace pdq::wide
