@@ -29,6 +29,7 @@ from pdq_tui.engine.peaks import peaks
 from pdq_tui.engine.prompts import prepare
 from pdq_tui.engine.runner import Arm, RequestFailedError
 from pdq_tui.engine.serving import Serving
+from pdq_tui.engine.spread import refuse_processes
 from pdq_tui.engine.staged import StagedArm, StagedModel
 from pdq_tui.engine.windows import windows as cut
 from pdq_tui.errors import PdqError, UsageError
@@ -189,6 +190,7 @@ class Session:
         gc.collect()
         try:
             with self._task("load", command.model):
+                refuse_processes()
                 device = self.device = open_device(command.device, command.gpu, command.threads)
                 device.reset_peak()
                 self._own_kernels(command, device, cancelled)
