@@ -116,7 +116,7 @@ def evaluate(
     from datetime import UTC, datetime
 
     from pdq_tui.core.catalog import find_policy
-    from pdq_tui.judge import diary, estimate, quality, taskset
+    from pdq_tui.judge import diary, estimate, marks, quality, taskset
     from pdq_tui.judge import soak as endurance
     from pdq_tui.judge import traffic as traffics
     from pdq_tui.judge.evaluation import Evaluation
@@ -225,7 +225,9 @@ def evaluate(
     finally:
         printer.close()
         mark.end()
-    source = evaluated(evaluation.spec, found, diary.read(evaluation.directory))
+    source = evaluated(
+        evaluation.spec, found, diary.read(evaluation.directory), marks.read(evaluation.directory)
+    )
     data = to_json(source)
     atomic.write_file(evaluation.directory / "evaluation.json", data, force=True)
     reports = write(source, ["md", "html"], evaluation.directory, force=True)

@@ -83,6 +83,7 @@ from pdq_tui.core.messages.facts import (
     ModelInfo,
     WeightsInfo,
 )
+from pdq_tui.core.messages.guards import Guard, Guarded, GuardTripped
 from pdq_tui.core.messages.own import SnapshotSaved, WorkerExited, WorkerStarted
 from pdq_tui.core.messages.profiles import KernelTime, StageTrace, Traced
 from pdq_tui.core.messages.readings import CpuSample, GpuSample, SensorSample, SensorState
@@ -108,6 +109,9 @@ __all__ = [
     "Failure",
     "Fallback",
     "GpuSample",
+    "Guard",
+    "GuardTripped",
+    "Guarded",
     "Hello",
     "Interleave",
     "KernelTime",

@@ -29,6 +29,7 @@ from pdq_tui.engine.peaks import peaks
 from pdq_tui.engine.prompts import prepare
 from pdq_tui.engine.runner import Arm, RequestFailedError
 from pdq_tui.engine.serving import Serving
+from pdq_tui.engine.spread import refuse_processes
 from pdq_tui.engine.staged import StagedArm, StagedModel
 from pdq_tui.engine.windows import windows as cut
 from pdq_tui.errors import PdqError, UsageError
@@ -74,6 +75,8 @@ class Session:
                     self._run(number, lambda bench, control: bench.loop(command, control))
                 case p.RunBlocks():
                     self._run_blocks(number, command)
+                case p.Guard():
+                    self._guard(command)
                 case p.Trace():
                     stage = "trace"
                     self._trace(number, command)
@@ -187,6 +190,7 @@ class Session:
         gc.collect()
         try:
             with self._task("load", command.model):
+                refuse_processes()
                 device = self.device = open_device(command.device, command.gpu, command.threads)
                 device.reset_peak()
                 self._own_kernels(command, device, cancelled)
@@ -498,6 +502,12 @@ class Session:
             done = p.Traced(arm=command.arm, policy="", rolling=command.rolling, failed=error.message)
         self.send(done)
 
+    def _guard(self, command: p.Guard) -> None:
+        if self.bench is None:
+            self.send(p.Note(level="warn", text="there is no model yet that could be guarded"))
+            return
+        self.bench.set_guard(command)
+
     def _serve(self, bench: Bench, control: Control, command: p.Serve) -> None:
         assert self.model is not None and self.staged is not None
         progress = self._progress("serve", "s")
@@ -540,7 +550,7 @@ class Session:
     def _between(self) -> bool:
         """Carry out the arms, workloads, bursts and energy loops that wait; True where something else waits, which ends the loop."""
         while (waiting := self.inbox.peek()) is not None:
-            if not isinstance(waiting, (p.SetArm, p.SetWorkload, p.Trace, p.MeasureEnergy)):
+            if not isinstance(waiting, (p.SetArm, p.SetWorkload, p.Trace, p.MeasureEnergy, p.Guard)):
                 return True
             taken = self.inbox.next()
             if taken is None:

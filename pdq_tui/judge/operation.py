@@ -15,7 +15,7 @@ from pdq_tui.errors import PdqError
 from pdq_tui.host.conversation import Conversation
 from pdq_tui.host.journal import ReadCounts, read_events
 from pdq_tui.judge import abnormal as unusual
-from pdq_tui.judge import flips, harness, logs, quality, taskset
+from pdq_tui.judge import flips, freerun, harness, logs, quality, taskset
 from pdq_tui.judge import load as loads
 from pdq_tui.judge import soak as endurance
 from pdq_tui.judge.abnormal import Result
@@ -65,17 +65,21 @@ def tasks(ev: Evaluation) -> Json:
             answers[policy.name] |= _graded(group, answer)
     base = answers[spec.base.name]
     limit = flips.DROPS[spec.gate]
+    own = _likelihoods(ev, groups, base)
     found: Json = {}
     for name in names:
         both = [t for t in asked if t.id in base and t.id in answers[name]]
         if name == spec.base.name or not both:
             continue
         f = _compared(both, base, answers[name])
+        likely = _likelihoods(ev, groups, answers[name])
+        agreed = freerun.agreement(base, answers[name], {t: (likely[t], own[t]) for t in likely if t in own})
         kinds = {t.kind: [] for t in both}  # type: dict[str, list[Task]]
         for t in both:
             kinds[t.kind].append(t)
         found[name] = {
             **msgspec.to_builtins(f),
+            "agreement": msgspec.to_builtins(agreed),
             "gates": [msgspec.to_builtins(g) for g in (flips.task_gate(f, limit), flips.length_gate(f))],
             "kinds": {
                 kind: {
@@ -100,6 +104,23 @@ def tasks(ev: Evaluation) -> Json:
         "answers": answers,
         "unsettled": "no task fits this model" if not staged else "; ".join(sorted(open_)) or None,
         "stop": None,
+    }
+
+
+def _likelihoods(ev: Evaluation, groups: Sequence[Sequence[Task]], answers: Json) -> dict[str, float]:
+    """By task that was answered: what the base thinks of this answer, in nats a token."""
+    kept = [[t for t in group if t.id in answers] for group in groups]
+    kept = [group for group in kept if group]
+    questions = [
+        msgspec.structs.replace(_question(number, group), forced=[answers[t.id]["ids"] for t in group])
+        for number, group in enumerate(kept)
+    ]
+    rated = ask(ev, ev.spec.base, questions, "tasks")
+    return {
+        t.id: value
+        for group, answer in zip(kept, rated, strict=False)
+        for t, value in zip(group, answer.nll, strict=False)
+        if value is not None
     }
 
 
@@ -165,7 +186,12 @@ def _graded(group: Sequence[Task], answer: p.Answered) -> dict[str, Json]:
     if answer.state == "refused":
         return {}
     return {
-        task.id: {"right": taskset.right(task, text), "tokens": len(tokens), "text": text}
+        task.id: {
+            "right": taskset.right(task, text),
+            "tokens": len(tokens),
+            "ids": list(tokens),
+            "text": text,
+        }
         for task, text, tokens in zip(ran, answer.texts, answer.tokens, strict=False)
     }
 

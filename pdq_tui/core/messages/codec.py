@@ -40,6 +40,7 @@ from pdq_tui.core.messages.events import (
     WorkloadReady,
     WorkloadRefused,
 )
+from pdq_tui.core.messages.guards import Guarded, GuardTripped
 from pdq_tui.core.messages.own import SnapshotSaved, WorkerExited, WorkerStarted
 from pdq_tui.core.messages.profiles import Traced
 from pdq_tui.core.messages.readings import SensorSample, SensorState
@@ -68,6 +69,8 @@ Event = (
     | Served
     | ServeEnded
     | Canary
+    | Guarded
+    | GuardTripped
     | RunEnded
     | Note
     | Failure

@@ -252,6 +252,8 @@ class Answered(Message):
     tokens   ids that were made, EOS included where it ended an answer. ``texts``: decoded without special tokens.
     highest  the largest logit that chose a token; None where none was chosen.
     ttft_ms, tpot_ms  of the last batch, where the stage ran.
+    nll      of forced answers: mean −ln p per token, in nats, after the prompt and the tokens before it, by the prefill path;
+             None for one without a token, or where logits are not finite.
     """
 
     id: str
@@ -270,6 +272,7 @@ class Answered(Message):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     seconds: float = 0.0
+    nll: list[float | None] = msgspec.field(default_factory=list)
 
 
 class TuneStarted(Message):
