@@ -9,6 +9,7 @@ COMMANDS: Final = {
     "evaluate": "evaluate",
     "search": "search",
     "recheck": "recheck",
+    "deploy": "deploy",
     "note": "note",
     "compare": "compare",
     "report": "report",

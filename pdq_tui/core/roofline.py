@@ -155,6 +155,12 @@ def document_rooflines(doc: Mapping[str, Any]) -> list[Roofline]:
     return [arm_roofline(a, doc.get("device"), str(a.get("label"))) for a in arms]
 
 
+def evaluation_rooflines(found: Mapping[str, Mapping[str, Any]]) -> list[Roofline]:
+    """Of the arms of an evaluation's confirmation run, on the device of its conditions; none before it was reached."""
+    device = found.get("conditions", {}).get("device")
+    return document_rooflines({"device": device, "arms": found.get("confirmation", {}).get("arms", [])})
+
+
 def arm_roofline(arm: Mapping[str, Any], device: Mapping[str, Any] | None, label: str) -> Roofline:
     """``arm`` and ``device`` as in a document. What is not there, or is no number, is missing with the reason."""
     points: list[RoofPoint] = []

@@ -76,13 +76,17 @@ def _first(requests: Sequence[Request]) -> dict[int, _Answer]:
 
 def _compared(one: _Answer, two: _Answer) -> Answers:
     (a, _), (b, _) = one, two
-    left, right = a.text or "", b.text or ""
-    ids = (one[1], two[1])
+    return compared_texts(a.prompt, (a.text or "", b.text or ""), (one[1], two[1]))
+
+
+def compared_texts(prompt: int, texts: tuple[str, str], ids: tuple[Sequence[int], Sequence[int]]) -> Answers:
+    """Two answers to the prompt of this number; ``ids``: their tokens, none where they were not recorded."""
+    left, right = texts
     recorded = all(ids)
     # A digest is of all rows of a batch; ids and text are of its first.
     same = ids[0] == ids[1] if recorded else left == right
     return Answers(
-        prompt=a.prompt,
+        prompt=prompt,
         reference=left,
         value=right,
         same=same,

@@ -17,7 +17,7 @@ from pdq_tui.core import protocol as p
 from pdq_tui.core.kernels import KernelTable, load_kernels
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.tuned import in_use
-from pdq_tui.engine import energy, faults, native, quality, trace, tune
+from pdq_tui.engine import energy, faults, harness, native, quality, trace, tune
 from pdq_tui.engine.asking import Asker
 from pdq_tui.engine.bench import Bench, Control
 from pdq_tui.engine.canary import Canaries
@@ -75,6 +75,8 @@ class Session:
                     self._run(number, lambda bench, control: bench.loop(command, control))
                 case p.RunBlocks():
                     self._run_blocks(number, command)
+                case p.Guard():
+                    self._guard(command)
                 case p.Trace():
                     stage = "trace"
                     self._trace(number, command)
@@ -85,6 +87,9 @@ class Session:
                     self._run(number, lambda bench, control: self._score(bench, control, command))
                 case p.Ask():
                     self._run(number, lambda bench, control: self._ask(bench, control, command))
+                case p.LmEval():
+                    stage = "lm-eval"
+                    self._run(number, lambda bench, control: self._lm_eval(bench, control, command))
                 case p.Tune():
                     stage = "tune"
                     self._run(number, lambda bench, control: self._tune(control, command))
@@ -396,6 +401,29 @@ class Session:
             done += 1
         self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
 
+    def _lm_eval(self, bench: Bench, control: Control, command: p.LmEval) -> None:
+        assert self.model is not None and self.device is not None
+        model, device, arm = self.model, self.device, bench.arm(command.arm)
+        tell = self._progress("lm-eval", "requests")
+        label = f"{arm.label}: lm-eval {', '.join(command.tasks)}"
+
+        def requests(kind: type) -> harness.StagedRequests:
+            made: harness.StagedRequests = kind(
+                device, arm, model.tokenizer, model.info, model.eos, control.stopped,
+                lambda done, total: tell(done, total, label),
+            )  # fmt: skip
+            return made
+
+        tell(0, None, label)
+        try:
+            found = harness.evaluate(command.tasks, command.limit, command.seed, requests)
+        except Cancelled:
+            self.send(p.RunEnded(reason="stopped", requests=0))
+            return
+        for fields in found:
+            self.send(harness.told(arm, fields))
+        self.send(p.RunEnded(reason="done", requests=len(found)))
+
     def _tune(self, control: Control, command: p.Tune) -> None:
         assert self.staged is not None and self.device is not None and self.info is not None
         tuner = tune.Tuner(self.staged, self.device, self.info, command)
@@ -474,6 +502,12 @@ class Session:
             done = p.Traced(arm=command.arm, policy="", rolling=command.rolling, failed=error.message)
         self.send(done)
 
+    def _guard(self, command: p.Guard) -> None:
+        if self.bench is None:
+            self.send(p.Note(level="warn", text="there is no model yet that could be guarded"))
+            return
+        self.bench.set_guard(command)
+
     def _serve(self, bench: Bench, control: Control, command: p.Serve) -> None:
         assert self.model is not None and self.staged is not None
         progress = self._progress("serve", "s")
@@ -516,7 +550,7 @@ class Session:
     def _between(self) -> bool:
         """Carry out the arms, workloads, bursts and energy loops that wait; True where something else waits, which ends the loop."""
         while (waiting := self.inbox.peek()) is not None:
-            if not isinstance(waiting, (p.SetArm, p.SetWorkload, p.Trace, p.MeasureEnergy)):
+            if not isinstance(waiting, (p.SetArm, p.SetWorkload, p.Trace, p.MeasureEnergy, p.Guard)):
                 return True
             taken = self.inbox.next()
             if taken is None:

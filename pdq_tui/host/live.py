@@ -16,6 +16,7 @@ from typing import Any, Final
 from pdq_tui.core import protocol as p
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.workload import Workload
+from pdq_tui.host.guard import GuardLimits, Trip, Watch
 from pdq_tui.host.journal import Journal
 from pdq_tui.host.runs import Run
 from pdq_tui.host.session import Session
@@ -70,6 +71,7 @@ class _Engine:
     workload_ready: bool = False
     loop_arms: list[str] | None = None
     stop_sent: bool = False
+    guard_sent: bool = False
     failure: p.Failure | None = None
 
 
@@ -88,6 +90,7 @@ class LiveSession:
         sensors: bool = True,
         min_effect: float = 0.01,
         reference: str = "B",
+        guard: GuardLimits | None = None,
     ) -> None:
         self.run = run
         self.reference = reference
@@ -119,6 +122,11 @@ class LiveSession:
         self._loop = False
         self._seed = 0
         self._started = False
+        self._watch = Watch(guard or GuardLimits())
+        self._tripped: Trip | None = None
+        self._took_s: float | None = None  # what the baseline took to be made ready
+        if self._watch.limits.on:
+            self.session.guard(self._watch.limits.every, self._watch.limits.kld)
         self._bursts = Schedule(None), Schedule(None)
 
     # -- what the person may do ------------------------------------------------------------------------------------------
@@ -153,6 +161,8 @@ class LiveSession:
             self._policies[arm] = policy
             self._engine.arms_sent.pop(arm, None)
             self.session.want(arm, policy)
+            if arm != self.reference:
+                self._let_go()
             self._advance()
 
     def set_workload(self, workload: Workload) -> None:
@@ -166,6 +176,8 @@ class LiveSession:
         """The next requests use ``arm``."""
         with self._lock:
             self._active = arm
+            if arm != self.reference:
+                self._let_go()
             self.session.intend(active=arm)
             if self._engine.loop_arms is not None and arm in self._engine.loop_arms:
                 self.supervisor.send(p.SelectArm(arm=arm))
@@ -174,6 +186,8 @@ class LiveSession:
         """Alternate both arms in ABBA blocks, or not."""
         with self._lock:
             self._interleave = on
+            if on:
+                self._let_go()
             self.session.intend(interleave=on)
             if self._engine.loop_arms is not None:
                 self.supervisor.send(p.Interleave(on=on and len(self._engine.loop_arms) > 1))
@@ -245,9 +259,11 @@ class LiveSession:
 
     def _on_event(self, event: Any) -> None:
         self.session.apply(event)
+        if self._watch.limits.on and isinstance(event, (p.Request, p.Guarded)):
+            self._guard(event)
         if isinstance(event, (p.Request, p.Traced, p.TaskEnded)):
             self._burst(event)
-        if isinstance(event, (p.Request, p.SensorSample, p.StageSample, p.Progress, p.Pong)):
+        if isinstance(event, (p.Request, p.Guarded, p.SensorSample, p.StageSample, p.Progress, p.Pong)):
             return
         with self._lock:
             self._note_answer(event)
@@ -267,6 +283,8 @@ class LiveSession:
             case p.ArmReady():
                 engine.arms_ready.add(e.arm)
                 self._ready[e.arm] = e.policy
+                if e.arm == self.reference:
+                    self._baseline_ready(e)
                 if engine.arms_sent.get(e.arm) == e.policy:
                     engine.arms_settled.add(e.arm)
             case p.ArmRefused():
@@ -280,6 +298,8 @@ class LiveSession:
                     self.session.intend(loop=False)
 
     def _refused(self, arm: str, name: str) -> None:
+        if arm == self.reference and arm not in self._engine.arms_ready:
+            self._baseline_lost()
         sent = self._engine.arms_sent.get(arm)
         if sent is None or sent.name != name:
             return
@@ -312,6 +332,86 @@ class LiveSession:
                 "info", "the loop is not started again by itself: it would meet the same failure"
             )
 
+    # -- the guard -----------------------------------------------------------------------------------------------------------
+
+    def _let_go(self) -> None:
+        """The person chose the guarded arm (again), or gave it another policy: what it did before is forgotten."""
+        self._watch.reset()
+        self._tripped = None
+        if self._watch.limits.on:
+            self.session.guard(self._watch.limits.every, self._watch.limits.kld)
+
+    def _guard(self, event: p.Request | p.Guarded) -> None:
+        with self._lock:
+            policy = self._ready.get(event.arm)
+            if event.arm == self.reference or self._tripped or policy is None:
+                return
+            if event.policy_digest != policy.digest:
+                return  # of what the arm did before
+            watch = self._watch
+            trip = watch.request(event) if isinstance(event, p.Request) else watch.checked(event)
+            if isinstance(event, p.Guarded):
+                self.session.guard_state("watching", mean=watch.kld)
+            if trip is not None:
+                self._trip(event.arm, policy, trip)
+
+    def _trip(self, arm: str, policy: Policy, trip: Trip) -> None:
+        self._tripped = trip
+        base = self.reference
+        wanted = self._policies.get(base) or self._ready.get(base)
+        name = wanted.name if wanted is not None else "no policy"
+        switched = base in self._engine.arms_ready
+        if switched:
+            text = f"guard: {arm} ({policy.name}) gave way to {base} ({name}) at request {trip.request}: {trip.words}"
+        else:
+            text = (
+                f"guard: {arm} ({policy.name}) should give way at request {trip.request}: {trip.words}; {base} ({name}) is not "
+                f"resident, and {self._reload_words()}"
+            )
+        if switched:
+            self._interleave, self._active = False, base
+            self.session.intend(interleave=False, active=base)
+            if self._engine.loop_arms is not None:
+                self.supervisor.send(p.Interleave(on=False))
+                self.supervisor.send(p.SelectArm(arm=base))
+        self.record(
+            p.GuardTripped(
+                arm=arm,
+                policy=policy.name,
+                base=base,
+                base_policy=name,
+                measure=trip.measure,
+                value=trip.value,
+                limit=trip.limit,
+                request=trip.request,
+                switched=switched,
+                text=text,
+            )
+        )
+
+    def _reload_words(self) -> str:
+        if self._took_s is None:
+            return "how long making it ready takes is not known: it never was"
+        return f"making it ready took {self._took_s:.1f} s"
+
+    def _baseline_ready(self, e: p.ArmReady) -> None:
+        """It can be switched to now, also for what tripped while it could not."""
+        if not e.resident or self._took_s is None:
+            self._took_s = e.seconds
+        if self._watch.limits.on and self._tripped is None:
+            self.session.guard_state("watching")
+        trip, arm = self._tripped, next((a for a in self._ready if a != self.reference), None)
+        if trip is not None and self._active != self.reference and arm is not None:
+            self._trip(arm, self._ready[arm], trip)
+
+    def _baseline_lost(self) -> None:
+        """Without it nothing is checked: told once, and on the screen as long as it lasts."""
+        if not self._watch.limits.on or self._tripped:
+            return
+        text = f"guard: the baseline {self.reference} is not resident, nothing is checked; {self._reload_words()}"
+        self.session.guard_state("blind", text)
+        self.note("warn", text)
+
     def _burst(self, event: Any) -> None:
         """Bursts whose time has come. A request's end is the time to look: without a loop there are none."""
         with self._lock:
@@ -342,6 +442,9 @@ class LiveSession:
             return
         if not engine.model_ready:
             return
+        if self._watch.limits.on and not engine.guard_sent:
+            every = self._watch.limits.every
+            engine.guard_sent = self.supervisor.send(p.Guard(base=self.reference, every=every))
         # The workload first: its row counts decide which kernels and programs an arm gets.
         if self._workload is not None and engine.workload_sent != self._workload:
             if engine.loop_arms is not None:

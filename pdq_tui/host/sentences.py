@@ -12,6 +12,7 @@ from pdq_tui.core.protocol import (
     ArmRefused,
     ArmSwitched,
     Failure,
+    GuardTripped,
     ModelReady,
     Note,
     RunEnded,
@@ -62,6 +63,8 @@ def lines(event: Any) -> list[Line]:
             if event.nvml == "ok" and event.engine_gpu is None and event.engine_gpu_reason:
                 found.append(("info", event.engine_gpu_reason, None))
             return found
+        case GuardTripped():
+            return [("error", event.text, None)]
         case SnapshotSaved():
             return [("info", f"snapshot {event.name} saved  {event.arm}  {event.path}", None)]
         case Traced():

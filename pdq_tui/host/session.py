@@ -22,7 +22,7 @@ from pdq_tui.host.live_energy import LiveEnergy
 from pdq_tui.host.numbers import Figures, Numbers, Refresher
 from pdq_tui.host.runs import Run
 from pdq_tui.host.series import Series
-from pdq_tui.host.view import ArmView, EnergyView, EngineView, NoteView, SessionView, TaskView
+from pdq_tui.host.view import ArmView, EnergyView, EngineView, GuardView, NoteView, SessionView, TaskView
 
 #: Silence after which the engine is called stalled. Importing torch can hold the interpreter for some seconds.
 STALLED_S: Final = 10.0
@@ -102,6 +102,7 @@ class Session:
         self._traces: dict[str, p.Traced] = {}
         self._energy = LiveEnergy()
         self._live: p.StageSample | None = None
+        self._guard: GuardView | None = None
         self._dropped: dict[str, int] = {}
         self._engine = EngineView()
         self._base, self._base_text = "starting", ""
@@ -193,10 +194,18 @@ class Session:
                 self._sensor_state = e
             case p.Dropped():
                 self._dropped[e.role] = e.count
+            case p.Guarded():
+                self._guarded(e)
+            case p.GuardTripped():
+                self.guard_state("switched" if e.switched else "stuck", e.text)
             case p.SnapshotSaved():
                 self._snapshots.append(e.name)
             case p.WorkerStarted() | p.WorkerExited() | p.Hello():
                 self._worker_event(e)
+
+    def _guarded(self, e: p.Guarded) -> None:
+        before = self._guard or GuardView(every=0, limit=0.0)
+        self._guard = replace(before, checks=before.checks + 1, last=e)
 
     def _arm_event(self, e: p.ArmReady | p.ArmRefused) -> None:
         arm = self._arms.setdefault(e.arm, _Arm())
@@ -340,6 +349,16 @@ class Session:
             self._interleave = self._interleave if interleave is None else interleave
             self._wants_loop = self._wants_loop if loop is None else loop
 
+    def guard(self, every: int, limit: float) -> None:
+        """From now on, or anew: every ``every``-th request is re-scored, and its KLD may be ``limit`` nats."""
+        with self._lock:
+            self._guard = GuardView(every=every, limit=limit)
+
+    def guard_state(self, state: str, text: str = "", mean: float | None = None) -> None:
+        with self._lock:
+            before = self._guard or GuardView(every=0, limit=0.0)
+            self._guard = replace(before, state=state, text=text, mean=before.mean if mean is None else mean)
+
     # -- pictures ----------------------------------------------------------------------------------------------------------
 
     def view(self, window_s: float | None = 120.0) -> SessionView:
@@ -393,6 +412,7 @@ class Session:
                 run_text=self.run.text,
                 wants_loop=self._wants_loop,
                 notes_total=self._notes_total,
+                guard=self._guard,
             )
 
     def _arm_view(self, name: str, arm: _Arm, start: float | None) -> ArmView:

@@ -13,6 +13,7 @@ from pdq_tui.core.policy import Policy
 from pdq_tui.core.protocol import (
     ArmReady,
     DeviceInfo,
+    Guarded,
     ModelInfo,
     Request,
     SensorSample,
@@ -74,6 +75,21 @@ class ArmView:
 
 
 @dataclass(frozen=True)
+class GuardView:
+    """What the guard has seen of the arm that it watches. ``state``: "watching", "switched" (to the baseline), "stuck" (a
+    limit was passed, and the baseline is not resident), "blind" (it is not, and nothing can be checked). ``text``: one
+    sentence where there is something to say. ``last``: the newest check."""
+
+    every: int
+    limit: float
+    state: str = "watching"
+    text: str = ""
+    checks: int = 0
+    mean: float | None = None
+    last: Guarded | None = None
+
+
+@dataclass(frozen=True)
 class EnergyView:
     """The last burst of stage-pure loops of an arm under the policy ``digest``, ``age_s`` seconds ago."""
 
@@ -99,6 +115,7 @@ class SessionView:
     ``sensor_series`` keys: power_w, memory_used_bytes, gpu_util, temperature_c, sm_mhz, cpu_load, engine_load,
     engine_rss_bytes; a series that was never measured is not there. ``wants_loop``: the person asked for the loop,
     whether or not it can run yet (``running`` is what is). ``run_text``, ``journal_text``: to be shown as a banner.
+    ``guard``: None where nothing is guarded.
     ``traces``: the last profiled burst an arm, of whatever policy it followed then (``Traced.policy_digest``), and how
     long ago it was. ``energy``: likewise, an arm; ``energy_missing``: why there is no counter to hold it against.
     """
@@ -135,3 +152,4 @@ class SessionView:
     wants_loop: bool = False
     garbage: int = 0
     notes_total: int = 0
+    guard: GuardView | None = None

@@ -467,6 +467,7 @@ def scopes() -> list[list[Binding]]:
         policies,
         replay,
         verdict,
+        verdict_answers,
         verdict_evidence,
     )
     from pdq_tui.tui import help as helping
@@ -492,10 +493,12 @@ def scopes() -> list[list[Binding]]:
         helping.HelpScreen,
         verdict_evidence.Evidence,
     )
+    answers = of(verdict_answers.AnswersDialog, compare_texts.TextsDialog, lines.LineList)
     return [
         [*keys.LIVE, *app],
         *([*of(screen, lines.LineList, page.Page), *app] for screen in screens),
         *(of(dialog, lines.LineList) for dialog in dialogs),
+        answers,
     ]
 
 

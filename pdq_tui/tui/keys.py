@@ -146,6 +146,7 @@ CHANGING: Final = frozenset(
         ),  # live
         *("apply", "write", "delete"),  # policies
         "plan",  # verdict
+        "mark",  # answers of a verdict
         "trace",  # kernels
     }
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from fake_views import BASE, STAGED, STATS_A, STATS_B, FakeSession, arm_view, make_view, ratio
 
@@ -13,15 +14,19 @@ from pdq_tui.core.energy import StageEnergy
 from pdq_tui.core.formats import formats
 from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.policy import Policy, StagePolicy
+from pdq_tui.core.protocol import Guarded
 from pdq_tui.core.stats import Ratio
-from pdq_tui.host.view import EnergyView, SessionView
-from pdq_tui.tui import heading, panels
+from pdq_tui.host.view import EnergyView, GuardView, SessionView
+from pdq_tui.tui import footing, heading, panels
 from pdq_tui.tui.heading import Look
 from pdq_tui.tui.lines import Row, cells
 
 #: Inside of a stage's panel at 120x36, and of the table at 80x24 and 60x20.
 FULL, MID, SMALL = 42, 78, 58
 KERNELS = sorted({k.name for device in ("cpu", "cuda") for k in load_kernels(device).candidates})
+CHECK = Guarded(
+    request=9, arm="A", policy="x", policy_digest="d", base="B", base_policy="bf16", kld=0.02, same_top1=0.97
+)
 FORMATS = tuple(formats((64, 128)))
 
 
@@ -94,6 +99,40 @@ def test_a_live_word_stays_with_the_blocks_that_decided_it(width: int) -> None:
     # After the last look there is no other to wait for.
     over = msgspec.structs.replace(undecided, provisional=False, blocks=40)
     assert shown_word(over, width) == ("unsure", "unsure at 40 blocks" if width == MID else "unsure")
+
+
+@pytest.mark.parametrize(
+    ("guard", "told", "role"),
+    [
+        (GuardView(5, 0.031), "guard: 1 of 5 requests of A re-scored by B; none so far", "dim"),
+        (
+            GuardView(5, 0.031, checks=3, mean=0.0123, last=CHECK),
+            "guard: 1 of 5 requests of A re-scored by B; KLD 0.0123 nats (limit 0.031), same top-1 97%, 3 checks",
+            "dim",
+        ),
+        (
+            GuardView(
+                5, 0.031, checks=1, last=msgspec.structs.replace(CHECK, kld=None, reason="it does not fit")
+            ),
+            "guard: 1 of 5 requests of A re-scored by B; the last could not be: it does not fit",
+            "warn",
+        ),
+        (GuardView(5, 0.031, "switched", "guard: A (x) gave way to B"), "guard: A (x) gave way to B", "bad"),
+    ],
+)
+def test_what_the_guard_has_seen_is_one_line_above_the_notes(guard: GuardView, told: str, role: str) -> None:
+    view = replace(make_view(), guard=guard)
+    assert footing.guard_words(view) == (told, role)
+    [line, *_] = footing.note_rows(view, 160, 4, Look())
+    assert "".join(text for text, _ in line).strip(" !") == told
+
+
+def test_I01_a_policy_name_in_the_guards_sentence_is_literal() -> None:
+    view = replace(make_view(), guard=GuardView(5, 0.0, "switched", "guard: [bold]x[/]\x1b[31m gave way"))
+    [line, *_] = footing.note_rows(view, 120, 4, Look())
+    shown = "".join(text for text, _ in line)
+    assert "[bold]x[/]" in shown and "\x1b" not in shown
+    assert footing.guard_words(replace(view, guard=None)) is None
 
 
 def test_the_subtitle_shows_energy_and_the_last_burst_s_age_as_far_as_they_fit() -> None:

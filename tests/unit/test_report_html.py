@@ -107,7 +107,7 @@ def test_a_report_needs_nothing_but_itself(
         "evaluation": judged,
         "trend": followed,
     }[kind]
-    drawn = {"comparison": 6, "snapshot": 5, "evaluation": 9, "trend": 4}[kind]
+    drawn = {"comparison": 6, "snapshot": 5, "evaluation": 10, "trend": 4}[kind]
     [path] = write.write(source, ["html"], tmp_path)
     for width, phone, shown in ((1100, False, "wide"), (PHONE, True, "narrow")):
         browser.open(path, width, phone=phone)

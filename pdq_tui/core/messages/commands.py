@@ -6,6 +6,7 @@ import msgspec
 
 from pdq_tui.core.messages.base import Message
 from pdq_tui.core.messages.energy import MeasureEnergy
+from pdq_tui.core.messages.guards import Guard
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.workload import Workload
 
@@ -112,12 +113,14 @@ class Score(Message):
 class Question(msgspec.Struct, kw_only=True):
     """One request as a user sends it: ``workload`` is prepared as any other, and its batches run one after another.
 
-    leave  "prefill" or "decode": whoever asked goes away while that stage runs; None: waits for the answer.
+    leave   "prefill" or "decode": whoever asked goes away while that stage runs; None: waits for the answer.
+    forced  an answer a prompt, as token ids: nothing is made, and the arm says how likely it finds each (``Answered.nll``).
     """
 
     id: str
     workload: Workload
     leave: str | None = None
+    forced: list[list[int]] | None = None
 
 
 class Ask(Message):
@@ -130,6 +133,16 @@ class Ask(Message):
     arm: str
     questions: list[Question]
     task: str = "ask"
+
+
+class LmEval(Message):
+    """Run lm-eval's ``tasks`` (names, or paths of YAML files) on ``arm``, ``limit`` documents each at most. Answered by an
+    ``LmEvaluated`` a task, then ``RunEnded``."""
+
+    arm: str
+    tasks: list[str]
+    limit: int | None = None
+    seed: int = 0
 
 
 class Tune(Message):
@@ -236,8 +249,10 @@ Command = (
     | RunBlocks
     | Score
     | Ask
+    | LmEval
     | Tune
     | Trace
+    | Guard
     | MeasureEnergy
     | Serve
     | Soak

@@ -228,6 +228,22 @@ class Scored(Message):
     text_sha256: str = ""
 
 
+class LmEvaluated(Message):
+    """One of lm-eval's tasks on one arm; never dropped. metrics, stderr: lm-eval's own figures by name; values: of each
+    document, in the documents' order, for the metrics that are one number a document."""
+
+    arm: str
+    policy: str
+    policy_digest: str
+    task: str
+    version: str
+    documents: int
+    metrics: dict[str, float | None]
+    stderr: dict[str, float | None]
+    values: dict[str, list[float]]
+    higher_is_better: dict[str, bool]
+
+
 class Answered(Message):
     """How one ``Question`` ended; never dropped. A value a prompt, in their order, where there is one.
 
@@ -236,6 +252,8 @@ class Answered(Message):
     tokens   ids that were made, EOS included where it ended an answer. ``texts``: decoded without special tokens.
     highest  the largest logit that chose a token; None where none was chosen.
     ttft_ms, tpot_ms  of the last batch, where the stage ran.
+    nll      of forced answers: mean −ln p per token, in nats, after the prompt and the tokens before it, by the prefill path;
+             None for one without a token, or where logits are not finite.
     """
 
     id: str
@@ -254,6 +272,7 @@ class Answered(Message):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     seconds: float = 0.0
+    nll: list[float | None] = msgspec.field(default_factory=list)
 
 
 class TuneStarted(Message):
