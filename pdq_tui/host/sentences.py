@@ -53,8 +53,8 @@ def lines(event: Any) -> list[Line]:
             return [("warn", f"the run ended (budget) after {event.requests} requests", None)]
         case TaskEnded(cancelled=True):
             return [("info", f"{event.task} {event.label}: cancelled", None)]
-        case TaskEnded(task="pack", ok=False):
-            return []  # the refusal that follows says why, and the way out
+        case TaskEnded(task="pack" | "load" | "trace", ok=False):
+            return []  # the refusal, failure or burst that follows says why, and the way out
         case TaskEnded(ok=False):
             return [("error", f"{event.task} {event.label}: {event.text or 'failed'}", None)]
         case SensorState():
@@ -103,10 +103,13 @@ def _arm_ready(event: ArmReady) -> list[Line]:
 def _traced(event: Traced) -> list[Line]:
     if event.failed is not None:
         return [("warn", f"no trace of arm {event.arm}: {event.failed}", None)]
+    wrong: list[Line] = [("warn", text, None) for text in flagged(event.policy, event.stages)]
+    if event.rolling:
+        return wrong  # it comes every minute or so; its age stands on the screen
     where = f"saved in {event.path}" if event.path else f"not kept: {event.path_reason}"
     found: list[Line] = [("info", f"trace of arm {event.arm}, {event.events} events, {where}", None)]
     found += [("info", f"trace of arm {event.arm}: {note}", None) for note in event.notes]
-    return [*found, *(("warn", text, None) for text in flagged(event.policy, event.stages))]
+    return [*found, *wrong]
 
 
 def _workload_ready(event: WorkloadReady) -> list[Line]:

@@ -18,6 +18,7 @@ from pdq_tui.core.metrics import format_bytes
 from pdq_tui.core.protocol import DeviceInfo, StageTrace, Traced
 from pdq_tui.core.roofline import Roof, RoofPoint, arm_roofline, roof_point
 from pdq_tui.host.view import ArmView, SessionView
+from pdq_tui.report.roofline import flops_text
 from pdq_tui.tui.chart import Chart
 from pdq_tui.tui.lines import Line, LineList, drawn, fit, is_ascii, literal
 from pdq_tui.tui.page import Page
@@ -469,5 +470,4 @@ def point_text(p: RoofPoint, roof: Roof) -> str:
     """Bytes, FLOPs, time, and where its dtype changes side."""
     ridge = roof.ridge(p.dtype)
     side = f"; {p.dtype} turns compute-bound at {ridge:.3g} FLOP/byte" if ridge is not None else ""
-    each = ", ".join(f"{f / 1e9:.3g} GFLOP {d}" for d, f in p.flops.items())
-    return f"{p.name} ({p.policy}): {format_bytes(p.bytes)}, {each}, {p.ms:.3g} ms: {p.gbps:.3g} GB/s{side}"
+    return f"{p.name} ({p.policy}): {format_bytes(p.bytes)}, {flops_text(p.flops)}, {p.ms:.3g} ms: {p.gbps:.3g} GB/s{side}"

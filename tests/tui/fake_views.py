@@ -316,6 +316,9 @@ class FakeSession:
     def trace(self, arm: str, steps: int = 4) -> None:
         self.calls.append(("trace", arm, steps))
 
+    def schedule(self, *, trace_every_s: float | None = None, energy_every_s: float | None = None) -> None:
+        self.calls.append(("schedule", trace_every_s, energy_every_s))
+
     def measure_energy(self, arms: list[str]) -> None:
         self.calls.append(("measure_energy", list(arms)))
 
