@@ -17,7 +17,7 @@ from pdq_tui.core import protocol as p
 from pdq_tui.core.kernels import KernelTable, load_kernels
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.tuned import in_use
-from pdq_tui.engine import energy, faults, native, quality, trace, tune
+from pdq_tui.engine import energy, faults, harness, native, quality, trace, tune
 from pdq_tui.engine.asking import Asker
 from pdq_tui.engine.bench import Bench, Control
 from pdq_tui.engine.canary import Canaries
@@ -29,6 +29,7 @@ from pdq_tui.engine.peaks import peaks
 from pdq_tui.engine.prompts import prepare
 from pdq_tui.engine.runner import Arm, RequestFailedError
 from pdq_tui.engine.serving import Serving
+from pdq_tui.engine.spread import refuse_processes
 from pdq_tui.engine.staged import StagedArm, StagedModel
 from pdq_tui.engine.windows import windows as cut
 from pdq_tui.errors import PdqError, UsageError
@@ -86,6 +87,9 @@ class Session:
                     self._run(number, lambda bench, control: self._score(bench, control, command))
                 case p.Ask():
                     self._run(number, lambda bench, control: self._ask(bench, control, command))
+                case p.LmEval():
+                    stage = "lm-eval"
+                    self._run(number, lambda bench, control: self._lm_eval(bench, control, command))
                 case p.Tune():
                     stage = "tune"
                     self._run(number, lambda bench, control: self._tune(control, command))
@@ -186,6 +190,7 @@ class Session:
         gc.collect()
         try:
             with self._task("load", command.model):
+                refuse_processes()
                 device = self.device = open_device(command.device, command.gpu, command.threads)
                 device.reset_peak()
                 self._own_kernels(command, device, cancelled)
@@ -395,6 +400,29 @@ class Session:
             self.send(asker.answer(question, control.stopped))
             done += 1
         self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
+
+    def _lm_eval(self, bench: Bench, control: Control, command: p.LmEval) -> None:
+        assert self.model is not None and self.device is not None
+        model, device, arm = self.model, self.device, bench.arm(command.arm)
+        tell = self._progress("lm-eval", "requests")
+        label = f"{arm.label}: lm-eval {', '.join(command.tasks)}"
+
+        def requests(kind: type) -> harness.StagedRequests:
+            made: harness.StagedRequests = kind(
+                device, arm, model.tokenizer, model.info, model.eos, control.stopped,
+                lambda done, total: tell(done, total, label),
+            )  # fmt: skip
+            return made
+
+        tell(0, None, label)
+        try:
+            found = harness.evaluate(command.tasks, command.limit, command.seed, requests)
+        except Cancelled:
+            self.send(p.RunEnded(reason="stopped", requests=0))
+            return
+        for fields in found:
+            self.send(harness.told(arm, fields))
+        self.send(p.RunEnded(reason="done", requests=len(found)))
 
     def _tune(self, control: Control, command: p.Tune) -> None:
         assert self.staged is not None and self.device is not None and self.info is not None

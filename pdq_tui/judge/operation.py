@@ -15,7 +15,7 @@ from pdq_tui.errors import PdqError
 from pdq_tui.host.conversation import Conversation
 from pdq_tui.host.journal import ReadCounts, read_events
 from pdq_tui.judge import abnormal as unusual
-from pdq_tui.judge import flips, freerun, logs, quality, taskset
+from pdq_tui.judge import flips, freerun, harness, logs, quality, taskset
 from pdq_tui.judge import load as loads
 from pdq_tui.judge import soak as endurance
 from pdq_tui.judge.abnormal import Result
@@ -99,6 +99,7 @@ def tasks(ev: Evaluation) -> Json:
         "refused": len(asked) - len(base),
         "chat_template": template,
         "policies": found,
+        "lm_eval": _lm_eval(ev, names),
         "items": [msgspec.to_builtins(t) for t in asked],
         "answers": answers,
         "unsettled": "no task fits this model" if not staged else "; ".join(sorted(open_)) or None,
@@ -120,6 +121,36 @@ def _likelihoods(ev: Evaluation, groups: Sequence[Sequence[Task]], answers: Json
         for group, answer in zip(kept, rated, strict=False)
         for t, value in zip(group, answer.nll, strict=False)
         if value is not None
+    }
+
+
+def _lm_eval(ev: Evaluation, names: Sequence[str]) -> Json | None:
+    """lm-eval's tasks, where some were asked for: by policy, each metric against the base's. They are shown, and decide
+    nothing: their number and their limits are not this project's."""
+    spec = ev.spec
+    if not spec.lm_tasks:
+        return None
+    results: dict[str, list[p.LmEvaluated]] = {}
+
+    def do(talk: Conversation) -> None:
+        for policy in sorted(ev.by_name(names), key=lambda policy: names.index(policy.name)):
+            ev.arm(policy)
+            command = p.LmEval(
+                arm=policy.name, tasks=list(spec.lm_tasks), limit=spec.plan.tasks, seed=spec.seed
+            )
+            results[policy.name] = talk.lm_eval(command)
+
+    try:
+        ev.talk(do)
+    except PdqError:
+        ev.close()
+        raise
+    base = results[spec.base.name]
+    return {
+        "tasks": list(spec.lm_tasks),
+        "limit": spec.plan.tasks,
+        "base": [msgspec.to_builtins(r) for r in base],
+        "policies": {n: harness.compared(base, rs) for n, rs in results.items() if n != spec.base.name},
     }
 
 

@@ -35,6 +35,7 @@ _MEASURED: Final = (
     p.Request,
     p.Scored,
     p.Answered,
+    p.LmEvaluated,
     p.Served,
     p.ServeEnded,
     p.Canary,

@@ -76,6 +76,8 @@ def evaluation_page(
     if "tasks" in found:
         tables.append(_tasks(found["tasks"]))
         tables += filter(None, [freerun.agreement_table(found["tasks"], marks)])
+        if found["tasks"].get("lm_eval"):
+            tables.append(_lm_eval(found["tasks"]["lm_eval"]))
     if "confirmation" in found:
         tables.append(_map(found["confirmation"]))
     if "load" in found:
@@ -343,6 +345,46 @@ def _scenarios(found: Sequence[Card]) -> Table:
         rows=[[c.name, c.says, c.because] for c in found],
         left=3,
         footer=["each from what was measured alone; the verdict weighs your traffic"],
+    )
+
+
+def _lm_eval(found: Json) -> Table:
+    rows = []
+    for name, of in found["policies"].items():
+        for r in of:
+            f, ci = r["flips"], r["difference_ci95"]
+            if f is not None:
+                low, high = f["drop_ci95"]
+                told = [
+                    f"{-f['drop']:+.1%} [{-high:+.1%}, {-low:+.1%}]",
+                    f"{f['lost']} / {f['gained']}",
+                    f"{f['mcnemar_p']:.2g}",
+                ]
+            elif r["difference"] is not None:
+                told = [f"{r['difference']:+.4g}" + (f" [{ci[0]:+.4g}, {ci[1]:+.4g}]" if ci else ""), "", ""]
+            else:
+                told = [str(r["reason"]), "", ""]
+            figures = [MISSING if r[side] is None else f"{r[side]:.4g}" for side in ("base", "policy")]
+            rows.append([name, r["task"], r["metric"], str(r["documents"]), *figures, *told])
+    return Table(
+        title="3. quality held? lm-eval's tasks, through the staged views",
+        columns=[
+            "policy",
+            "task",
+            "metric",
+            "documents",
+            "base",
+            "policy's",
+            "difference",
+            "lost / gained",
+            "McNemar p",
+        ],
+        rows=rows,
+        left=3,
+        footer=[
+            f"at most {found['limit']} documents a task; a continuation is scored one token at a time under the decode view; "
+            "rolling perplexities are one pass under the prefill view. Shown, and no gate"
+        ],
     )
 
 

@@ -239,10 +239,23 @@ class KernelsScreen(Page):
         if arm is None or arm.ready is None or view.workload is None:
             self.say(f"arm {view.active} is not ready yet: nothing to profile")
             return
-        self._session().trace(view.active)
-        self.say(
-            f"profiling a burst of arm {view.active}, between two requests; a or b in 1 Live chooses the other arm"
-        )
+
+        def profile() -> None:
+            self._session().trace(view.active)
+            self.say(
+                f"profiling a burst of arm {view.active}, between two requests; a or b in 1 Live chooses the other arm"
+            )
+
+        def refused() -> None:
+            self.say(
+                "an evaluation runs, and a burst beside it would spoil its figures: 4 shows it, r there stops it"
+            )
+
+        unless: Any = getattr(self.app, "unless_evaluating", None)
+        if unless is None:
+            profile()
+        else:
+            unless("the burst", profile, refused)
 
     def action_pane(self) -> None:
         self.toggle_class("-roofline")

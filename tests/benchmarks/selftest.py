@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -79,33 +78,18 @@ def on_recorded_noise(name: str, seeds: int) -> dict[str, Any]:
     return {"recording": about | {"requests": len(recording.step_us)}, **found}
 
 
-def real_run(blocks: int, folder: Path) -> dict[str, Any]:
-    """The words of one A/A run, by metric."""
-    command = [
-        sys.executable,
-        "-m",
-        "pdq_tui",
-        "run",
-        "demo",
-        "-p",
-        POLICY,
-        "-p",
-        POLICY,
-        "--in",
-        "64",
-        "--out",
-        "8",
-    ]
-    command += ["--blocks", str(blocks), "--no-solo", "--json", "--dir", str(folder)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=True,
-        stdin=subprocess.DEVNULL,
-        timeout=900,
-        env=os.environ,
+def real_run(blocks: int, threads: int | None, folder: Path) -> dict[str, Any]:
+    """The words of one A/A run, by metric; or why it failed."""
+    command = [sys.executable, "-m", "pdq_tui", "run", "demo", "-p", POLICY, "-p", POLICY]
+    command += ["--in", "64", "--out", "8", "--blocks", str(blocks), "--no-solo", "--json"]
+    command += (
+        ["--dir", str(folder)] if threads is None else ["--dir", str(folder), "--threads", str(threads)]
     )
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=900
+    )
+    if done.returncode != 0:
+        return {"failed": done.stderr.strip().splitlines()[-3:]}
     document = json.loads(done.stdout)
     rows = {r["metric"]: r for r in document["ratios"] if r["metric"] in METRICS}
     return {
@@ -114,6 +98,7 @@ def real_run(blocks: int, folder: Path) -> dict[str, Any]:
         "ci95": rows[PRIMARY]["ci95"],
         "noise_floor": document["noise_floor"][PRIMARY],
         "reason": rows[PRIMARY]["judgement_reason"],
+        "threads": threads,
     }
 
 
@@ -123,8 +108,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--blocks", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=None, help="of the real runs")
+    parser.add_argument(
+        "--go-on", action="store_true", help="keep what --out holds, and make the real runs that are missing"
+    )
     asked = parser.parse_args()
-    result: dict[str, Any] = {
+    there: dict[str, Any] = json.loads(asked.out.read_text(encoding="utf-8")) if asked.go_on else {}
+    result: dict[str, Any] = there or {
         "schema": 1,
         "what": "how often the judge is wrong, and what it sees",
         "repeat": "python -m tests.benchmarks.selftest --out FILE",
@@ -134,15 +124,17 @@ def main() -> None:
         "recorded": {name: on_recorded_noise(name, asked.seeds) for name in names()},
         "real": {"policy": POLICY, "blocks": asked.blocks, "runs": []},
     }
+    runs = result["real"]["runs"] = [run for run in result["real"]["runs"] if "words" in run]
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(asked.runs):
-            result["real"]["runs"].append(real_run(asked.blocks, Path(folder)))
+        for number in range(len(runs), asked.runs):
+            runs.append(run := real_run(asked.blocks, asked.threads, Path(folder)))
             print(
-                f"A/A run {number + 1} of {asked.runs}: {result['real']['runs'][-1]['words']}",
+                f"A/A run {number + 1} of {asked.runs}: {run.get('words') or run}",
                 file=sys.stderr,
+                flush=True,
             )
             asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    runs = result["real"]["runs"]
+    runs = [run for run in runs if "words" in run]
     said = Counter(run["words"][PRIMARY] for run in runs)
     result["real"] |= {
         "words": dict(said),

@@ -17,9 +17,11 @@ from small_app import SmallApp, at_every_size, settle, text_of
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import made_evaluation
 
+from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.protocol import Load
 from pdq_tui.core.workload import Workload
 from pdq_tui.errors import PdqError
+from pdq_tui.host import begun
 from pdq_tui.judge import marks, watching
 from pdq_tui.judge.evaluation import Evaluation
 from pdq_tui.judge.plan import STEPS
@@ -392,3 +394,51 @@ async def test_before_the_tasks_there_is_nothing_to_read(app: SmallApp, folder: 
         await pilot.press("t")
         await pilot.pause()
         assert not isinstance(app.screen, AnswersDialog) and "not answered yet" in words(app)
+
+
+# -- nothing runs beside one -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("running", [True, False])
+async def test_the_loop_a_burst_and_energy_wait_for_an_evaluation(
+    tmp_path: Path, make_app: Any, session: Any, running: bool
+) -> None:
+    """Each would spoil the other's figures: a sentence says so, and how to have the one or the other."""
+    made_evaluation.make(tmp_path / "evaluations", steps=4, running=running)
+    session.change(running=False, wants_loop=False)
+    app = make_app(load=Load(model="/a/model"), a=find_policy("int8"), b=find_policy("bf16"))
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settle(pilot)
+        [start] = [c for c in session.calls if c[0] == "start"]
+        assert start[-1] is not running, "at the app's own start as well"
+        for keys in (("r",), ("J",), ("5", "t", "1")):
+            await pilot.press(*keys)
+            await settle(pilot)
+        asked = [c[0] for c in session.calls if c[0] in ("start_loop", "trace", "measure_energy")]
+        assert asked == ([] if running else ["start_loop", "measure_energy", "trace"])
+        said = [n for n in session.view().notes if "the evaluation 20261202T063000Z runs" in n.text]
+        if not running:
+            assert said == []
+            return
+        assert {n.text.split(" is not started")[0] for n in said} == {
+            "the workload",
+            "measuring energy",
+            "the burst",
+        }
+        assert all(n.hint and "4 shows it and r there stops it" in n.hint for n in said)
+
+
+def test_an_evaluation_counts_as_running_from_the_moment_it_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_evaluation.make(tmp_path, steps=0)
+    place = tmp_path / "20261202T063000Z"
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    monkeypatch.setattr(begun, "begin", lambda *_: child)
+    try:
+        assert watching.running_in(tmp_path) is None
+        evaluating.go_on(place)
+        assert watching.running_in(tmp_path) == (place, "starting")
+    finally:
+        child.communicate(b"\n", timeout=20)
+    assert watching.running_in(tmp_path) is None

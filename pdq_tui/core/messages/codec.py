@@ -23,6 +23,7 @@ from pdq_tui.core.messages.events import (
     Failure,
     Hello,
     KernelsTimed,
+    LmEvaluated,
     ModelReady,
     Note,
     Pong,
@@ -60,6 +61,7 @@ Event = (
     | Request
     | Scored
     | Answered
+    | LmEvaluated
     | TuneStarted
     | KernelsTimed
     | Traced

@@ -135,6 +135,16 @@ class Ask(Message):
     task: str = "ask"
 
 
+class LmEval(Message):
+    """Run lm-eval's ``tasks`` (names, or paths of YAML files) on ``arm``, ``limit`` documents each at most. Answered by an
+    ``LmEvaluated`` a task, then ``RunEnded``."""
+
+    arm: str
+    tasks: list[str]
+    limit: int | None = None
+    seed: int = 0
+
+
 class Tune(Message):
     """Measure the kernel candidates for the loaded model's linear layers. Answered by ``TuneStarted``, a ``KernelsTimed`` a
     format, layer shape and row count, and ``RunEnded``; ``Stop`` ends it between two samples.
@@ -239,6 +249,7 @@ Command = (
     | RunBlocks
     | Score
     | Ask
+    | LmEval
     | Tune
     | Trace
     | Guard

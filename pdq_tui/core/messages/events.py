@@ -228,6 +228,22 @@ class Scored(Message):
     text_sha256: str = ""
 
 
+class LmEvaluated(Message):
+    """One of lm-eval's tasks on one arm; never dropped. metrics, stderr: lm-eval's own figures by name; values: of each
+    document, in the documents' order, for the metrics that are one number a document."""
+
+    arm: str
+    policy: str
+    policy_digest: str
+    task: str
+    version: str
+    documents: int
+    metrics: dict[str, float | None]
+    stderr: dict[str, float | None]
+    values: dict[str, list[float]]
+    higher_is_better: dict[str, bool]
+
+
 class Answered(Message):
     """How one ``Question`` ended; never dropped. A value a prompt, in their order, where there is one.
 
