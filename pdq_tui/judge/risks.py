@@ -21,6 +21,8 @@ TESTED: Final = "tested"
 NOT_TESTED: Final = "not tested"
 #: CPU time of others, as a share, from which a measurement is not taken to have had the machine for itself.
 OTHER_LOAD: Final = 0.05
+#: Of the caveats that tell of others on the engine's GPU, or on those beside it (``core.caveats``).
+_NEIGHBOURS: Final = ("had memory or time of the engine's GPU", "beside the engine's had")
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +64,9 @@ def _resources(timing: Json | None) -> Row:
     if timing is None:
         return Row(name=name, about=about, state=NOT_REACHED, evidence="the confirmation run was not reached")
     other = timing.get("other_load")
+    others = [w for w in timing.get("warnings", []) if any(sign in w for sign in _NEIGHBOURS)]
+    if others:
+        return Row(name=name, about=about, state=OPEN, evidence="; ".join(others))
     if other is None:
         return Row(name=name, about=about, state=OPEN, evidence="other load was not seen by the sensors")
     return Row(

@@ -84,9 +84,9 @@ def link_text(d: Deployment) -> str:
         return d.link_reason or "not known"
     what = f"{format_bytes(link.bytes)} of KV cache for {link.batch} × {link.tokens} prompt tokens"
     if link.ms is not None:
-        return f"{what}: {link.ms:.2f} ms at {link.gbps:g} GB/s, by its bytes alone; handshakes add to it"
+        return f"{what}: {link.ms:.3g} ms at {link.gbps:g} GB/s, by its bytes alone; handshakes add to it"
     usual = ", ".join(
-        f"{link.bytes / (gbps * 1e9) * 1e3:.2f} ms at {name}" for name, gbps in USUAL_LINKS.items()
+        f"{link.bytes / (gbps * 1e9) * 1e3:.3g} ms at {name}" for name, gbps in USUAL_LINKS.items()
     )
     return (
         f"{what}: {usual} (nominal rates; --link GB/s names yours), by its bytes alone; handshakes add to it"
@@ -199,10 +199,11 @@ def link_lines(found: Sequence[Deployment], timing: Json) -> list[str]:
         if not cells:
             continue
         cell = max(cells, key=lambda c: int(c["output"]))
-        least = link_worth(link, -cell["delta_ms"])
+        clear = cell["ci95"] and not cell["ci95"][0] <= 0 <= cell["ci95"][1]
+        least = link_worth(link, -cell["delta_ms"]) if clear else None
         at = f"answers of {cell['output']} tokens, against {cell['uniform']}"
         told.append(
-            f"{policy} saves no time here ({cell['delta_ms']:+.1f} ms, {at}): a link only adds to that"
+            f"{policy} saves no time here that can be told ({cell['delta_ms']:+.1f} ms, {at}): a link only adds to that"
             if least is None
             else f"{policy} saves {-cell['delta_ms']:.1f} ms a request here ({at}), by this engine's times and no server's: a "
             f"link of less than {least:.2g} GB/s takes that alone"

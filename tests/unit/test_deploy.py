@@ -236,7 +236,14 @@ def test_the_report_says_how_fast_a_link_has_to_be_for_the_gain_to_be_left() -> 
     table = next(
         t for t in evaluated(made_evaluation.SPEC, found).page().tables if "on serving engines" in t.title
     )
-    assert any("saves no time here (+1.1 ms" in line for line in table.footer)
+    assert any("saves no time here that can be told (+1.1 ms" in line for line in table.footer)
+    found["confirmation"]["reference"] = "int8"
+    for cell in found["confirmation"]["map"]:
+        cell["ci95"] = [-200.0, 90.0]
+    table = next(
+        t for t in evaluated(made_evaluation.SPEC, found).page().tables if "on serving engines" in t.title
+    )
+    assert any("that can be told (-55.0 ms" in line for line in table.footer)
 
 
 def test_the_report_has_a_way_back_with_the_evaluations_own_limits() -> None:

@@ -64,6 +64,14 @@ def test_states_follow_from_what_was_found() -> None:
     assert rows["clocks and drift"].state == risks.PARTLY and rows["kernels"].state == risks.OPEN
 
 
+def test_who_else_was_on_the_gpu_is_a_confounder_that_is_not_excluded() -> None:
+    found = made_evaluation.found()
+    told = "2 other processes had memory or time of the engine's GPU while it was measured"
+    found["confirmation"]["warnings"] = [told, "x drifted by 9 %"]
+    row = by_name(risks.confounders(SPEC, found))["allocation of resources"]
+    assert (row.state, row.evidence) == (risks.OPEN, told)
+
+
 def test_a_risk_that_a_step_looked_at_is_tested_or_partly_so() -> None:
     found = made_evaluation.found()
     rows = by_name(risks.risks(SPEC, found))
