@@ -135,7 +135,43 @@ class RunSettings:
     min_effect: float = _setting(
         0.01, "smallest difference that may be called better or worse", unit="fraction", least=0.0
     )
+    trace_every: float | None = _setting(
+        None,
+        "while the app's loop runs, profile a burst of the arm in turn this often (its file replaces the last one)",
+        unit="seconds",
+        least=10,
+    )
+    energy_every: float | None = _setting(
+        None,
+        "while the app's loop runs, measure energy by stage of the arm in turn this often; takes half a minute each time, and a counter",
+        unit="seconds",
+        least=60,
+    )
     dir: str | None = _setting(None, "where runs are kept, in place of the state directory (for NFS homes)")
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """In the app: requests of arm A re-scored by the resident baseline B, and the limits at which B takes over."""
+
+    every: int = _setting(
+        0,
+        "every so many requests of arm A one is re-scored by arm B in one pass; 0: none",
+        unit="requests",
+        least=0,
+    )
+    kld: float = _setting(
+        0.031, "arm B takes over where the mean KLD of the last checks is larger", unit="nats", least=0.0
+    )
+    window: int = _setting(
+        5, "checks that the mean is over; it decides from the third on", unit="checks", least=1
+    )
+    errors: float = _setting(
+        0.05,
+        "arm B takes over where a larger share of the last 20 requests fails",
+        unit="fraction",
+        least=0.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -157,6 +193,7 @@ class Settings:
     policies: PoliciesSettings = field(default_factory=PoliciesSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    guard: GuardSettings = field(default_factory=GuardSettings)
     screen: ScreenSettings = field(default_factory=ScreenSettings)
     keys: Mapping[str, str] = field(default_factory=dict)
 
@@ -175,6 +212,7 @@ SECTIONS: Final[dict[str, type]] = {
     "policies": PoliciesSettings,
     "engine": EngineSettings,
     "run": RunSettings,
+    "guard": GuardSettings,
     "screen": ScreenSettings,
 }
 #: Free tables: any name → text.
@@ -249,6 +287,7 @@ def _build(values: Mapping[str, Any], tables: Mapping[str, Mapping[str, str]]) -
         policies=PoliciesSettings(**parts["policies"]),
         engine=EngineSettings(**parts["engine"]),
         run=RunSettings(**parts["run"]),
+        guard=GuardSettings(**parts["guard"]),
         screen=ScreenSettings(**parts["screen"]),
         keys=tables["keys"],
     )

@@ -54,7 +54,7 @@ def demo_dir() -> Path:
 
 
 def shipped(kind: str) -> Path:
-    """``profiles`` or ``kernels_cfg``: inside the wheel under ``_shipped``, in a checkout at the top."""
+    """``profiles``, ``kernels_cfg`` or ``servers_cfg``: inside the wheel under ``_shipped``, in a checkout at the top."""
     package = Path(__file__).resolve().parent
     inside = package / "_shipped" / kind
     return inside if inside.is_dir() else package.parent / kind

@@ -15,7 +15,7 @@ from pdq_tui.core import protocol as p
 from pdq_tui.core.protocol import Load
 from pdq_tui.core.workload import Workload
 from pdq_tui.host.runs import stamp
-from pdq_tui.judge import flips, logs
+from pdq_tui.judge import flips, freerun, logs
 from pdq_tui.judge import load as loads
 from pdq_tui.judge import soak as endurance
 from pdq_tui.judge.evaluation import Evaluation
@@ -42,8 +42,10 @@ SPEC = Spec(
 def _arm(label: str, ttft: float, tpot: float, e2e: float) -> dict[str, Any]:
     return {
         "label": label, "policy": label, "storage": "dual",
-        "prefill": {"ttft_ms": {"median": ttft}, "explained": {"median": 0.7}, "kernels": ["mm"]},
-        "decode": {"tpot_ms": {"median": tpot}, "explained": {"median": 0.6}, "kernels": ["mv"]},
+        "prefill": {"ttft_ms": {"median": ttft}, "prefill_ms": {"median": ttft}, "bytes": 270 << 20,
+                    "flops": {"bf16": 1.1e11}, "explained": {"median": 0.7}, "kernels": ["mm"]},
+        "decode": {"tpot_ms": {"median": tpot}, "step_ms": {"median": tpot}, "bytes_per_step": int(tpot * 13e6),
+                   "flops": {"bf16": 2.7e8}, "explained": {"median": 0.6}, "kernels": ["mv"]},
         "e2e_ms": {"median": e2e},
     }  # fmt: skip
 
@@ -54,7 +56,8 @@ def conditions() -> dict[str, Any]:
     return {
         "seconds": 12.0, "stop": None, "started": "2026-12-02T06:30:00+00:00", "contenders": list(names), "refused": {},
         "model": {"id": "demo", "parameters": 134_515_008, "dtype": "bfloat16", "notes": []},
-        "device": {"kind": "cpu", "name": "Virtual CPU", "memory": 24 << 30},
+        "device": {"kind": "cpu", "name": "Virtual CPU", "memory": 24 << 30, "read_peak_gbps": 31.6,
+                   "compute_peak_tflops": {"bf16": 0.42}},
         "workload": {"prompt_tokens": 512, "output_tokens": 11, "batch": 1, "prompts": "mixed", "seed": 0},
         "host": {"threads": 2}, "libraries": {"torch": "2.13.0"}, "tool": {"version": "0.1.0"},
         "weights": {n: {"stored_bytes": stored[n] << 20, "extra_bytes": (55 << 20) if n == STAGED else 0} for n in names},
@@ -147,14 +150,40 @@ def tasks() -> dict[str, Any]:
     ours, theirs = [True] * 24 + [False] * 16, [True] * 23 + [False] * 16 + [True]
     f = flips.compare(ours, theirs, [(20, 20)] * 40, 6)
     gates = (flips.task_gate(f, flips.DROPS["standard"]), flips.length_gate(f))
+    items = [
+        {
+            "id": f"fact {i}",
+            "kind": "fact",
+            "prompt": f"Which word stands at place {i}?",
+            "answer": f"word{i}",
+        }
+        for i in range(40)
+    ]
+
+    def said(right: list[bool], other: str, ids: list[int]) -> dict[str, Any]:
+        return {
+            item["id"]: {
+                "right": r, "tokens": 3, "text": item["answer"] if r else other, "ids": [7, i, 2] if r else ids
+            }
+            for i, (item, r) in enumerate(zip(items, right, strict=True))
+        }  # fmt: skip
+
+    answers = {
+        "bf16": said(ours, "I do not know.", [8, 9, 2]),
+        STAGED: said(theirs, "I don't know.", [8, 4, 2]),
+    }
+    nll = {item["id"]: (0.3, 0.2) for item in items}
+    agreed = freerun.agreement(answers["bf16"], answers[STAGED], nll)
     one = {
         **msgspec.to_builtins(f),
+        "agreement": msgspec.to_builtins(agreed),
         "gates": [msgspec.to_builtins(g) for g in gates],
         "kinds": {"fact": {"n": 40, "base": f.base, "policy": f.policy}},
     }
     return {
         "seconds": 40.0, "stop": None, "set": "the project's own", "base": "bf16", "asked": 40, "refused": 0,
-        "chat_template": True, "policies": {STAGED: one}, "items": [], "answers": {}, "unsettled": gates[0].reason,
+        "chat_template": True, "policies": {STAGED: one}, "items": items, "answers": answers,
+        "unsettled": gates[0].reason,
     }  # fmt: skip
 
 

@@ -32,8 +32,9 @@ def events(
     model: str = "demo",
     output_tokens: int = 9,
     text: str = "hello",
+    answers: dict[str, list[tuple[str, list[int]]]] | None = None,
 ) -> list[Any]:
-    """``speed``: arm → (prefill ms, step ms)."""
+    """``speed``: arm → (prefill ms, step ms). ``answers``: arm → text and token ids of its answer to each prompt."""
     speed = speed or SPEED
     rng, t, number = random.Random(7), 1_000_000_000, 0
     work = Workload(output_tokens=output_tokens, seed=7)
@@ -44,7 +45,7 @@ def events(
                               dtype="bf16"),
             device=p.DeviceInfo(kind="cpu", name="Virtual CPU", cpu="Virtual CPU", memory_bytes=24 << 30, threads=2,
                                 memory_method="RSS, sampled", read_peak_gbps=40.0,
-                                compute_peak_tflops={"bf16": 4.0}),
+                                compute_peak_tflops={"bf16": 4.0, "int8": 7.0}),
             attention="pdq",
             t_ns=t,
         ),
@@ -66,6 +67,8 @@ def events(
         for turn in block_turns(list(speed), block, 7, control=True):
             prefill, step = (v * (1 + rng.gauss(0, 0.004)) for v in speed[turn.arm])
             steps = [step * (1 + rng.gauss(0, 0.002)) for _ in range(output_tokens - 1)]
+            prompt = block % len(answers[turn.arm]) if answers else 0
+            said, ids = answers[turn.arm][prompt] if answers else (text, [])
             t, number = t + int((prefill + sum(steps)) * 1e6), number + 1
             found.append(
                 p.Request(
@@ -74,9 +77,10 @@ def events(
                     control=turn.control, prompt_tokens=512, output_tokens=[output_tokens], prefill_ms=prefill,
                     ttft_ms=prefill, handoff_ms=0.0, decode_ms=sum(steps), tpot_ms=sum(steps) / len(steps),
                     e2e_ms=prefill + sum(steps), itl_ms=steps, gap_ms=0.5, bytes_per_step=100_000_000,
-                    prefill_flops={"bf16": 2e11}, prefill_bound_ms=50.0, decode_bound_ms=4.0,
+                    prefill_flops={"bf16": 2e11} if turn.arm == "B" else {"int8": 1.9e11, "bf16": 1e10},
+                    decode_flops={"bf16": 3e8}, prefill_bytes=270_000_000 if turn.arm == "B" else 150_000_000, prefill_bound_ms=50.0, decode_bound_ms=4.0,
                     prefill_peak_bytes=900_000_000 if turn.arm == "A" else 880_000_000, decode_peak_bytes=740_000_000,
-                    steady_bytes=700_000_000, memory_method="RSS, sampled", text=text, t_ns=t,
+                    steady_bytes=700_000_000, memory_method="RSS, sampled", text=said, token_ids=ids, prompt=prompt, t_ns=t,
                 )
             )  # fmt: skip
     found.append(p.RunEnded(reason="done", requests=number, blocks=blocks, t_ns=t))

@@ -45,6 +45,16 @@ def app_(
     weight_budget: flags.Budget = None,
     trust_remote_code: flags.Trust = False,
     revision: flags.Revision = None,
+    guard: Annotated[
+        int | None,
+        typer.Option(
+            "--guard",
+            metavar="K",
+            min=0,
+            help="Re-score every K-th request of arm A by B, which takes over where KLD, broken numbers or failures pass "
+            "the limits of [guard]. [0: off]",
+        ),
+    ] = None,
     fps: Annotated[
         str | None, typer.Option("--fps", metavar="auto|N", help="Most redraws, in frames a second. [auto]")
     ] = None,
@@ -74,6 +84,20 @@ def app_(
             "what you export, copy or picture (and caches).",
         ),
     ] = False,
+    trace_every: Annotated[
+        float | None,
+        typer.Option(
+            "--trace-every", metavar="SECONDS", help="While the loop runs, profile a burst this often."
+        ),
+    ] = None,
+    energy_every: Annotated[
+        float | None,
+        typer.Option(
+            "--energy-every",
+            metavar="SECONDS",
+            help="While the loop runs, measure energy by stage this often.",
+        ),
+    ] = None,
     directory: flags.RunsDir = None,
 ) -> None:
     loaded = settings(
@@ -82,8 +106,11 @@ def app_(
             "policies.b": ("--b", b),
             **flags.workload_flags(prompt_tokens, output_tokens, batch, prompts, chat_template, seed),
             "run.dir": ("--dir", directory),
+            "run.trace_every": ("--trace-every", trace_every),
+            "run.energy_every": ("--energy-every", energy_every),
             "run.min_effect": ("--min-effect", flags.share_of(min_effect)),
             **flags.engine_flags(device, gpu, threads, weight_budget),
+            "guard.every": ("--guard", guard),
             "screen.fps": ("--fps", fps),
             "screen.marker": ("--marker", marker),
             "screen.ascii": ("--ascii", ascii_ or None),
@@ -101,6 +128,7 @@ def app_(
     load = flags.load_of(s, word, trust_remote_code=trust_remote_code, revision=revision)
 
     from pdq_tui.commands.logfile import log_to_file
+    from pdq_tui.host.guard import GuardLimits
     from pdq_tui.host.live import LiveSession
     from pdq_tui.host.runs import new_run
     from pdq_tui.tui.app import Options, PdqApp
@@ -123,7 +151,10 @@ def app_(
         first=not runs.is_dir() or not any(runs.iterdir()),
     )
     run = new_run(runs, sys.argv, seed=workload.seed, in_memory=readonly)
-    session = LiveSession(run, min_effect=s.run.min_effect)
+    limits = GuardLimits(every=s.guard.every, kld=s.guard.kld, window=s.guard.window, errors=s.guard.errors)
+    session = LiveSession(run, min_effect=s.run.min_effect, guard=limits)
+    if not readonly:
+        session.schedule(trace_every_s=s.run.trace_every, energy_every_s=s.run.energy_every)
     try:
         code = PdqApp(session, options).run(mouse=s.screen.mouse)
     finally:

@@ -13,7 +13,7 @@ from pdq_tui.commands import flags
 from pdq_tui.commands.common import ascii_only, emit, runs_dir, say, settings
 from pdq_tui.commands.progress import Printer
 from pdq_tui.commands.run import fetch_demo
-from pdq_tui.errors import UsageError
+from pdq_tui.errors import UnfitError, UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -68,6 +68,14 @@ def evaluate(
             help='Your tasks instead of ours: JSONL with "prompt" and "answer", and "rule" where "contains" does not suit.',
         ),
     ] = None,
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(
+            "--lm-eval",
+            metavar="TASK,...",
+            help="lm-eval's tasks as well, by name or YAML file, where it is installed (pip install 'pdq-tui[lm-eval]').",
+        ),
+    ] = None,
     targets: Annotated[
         str,
         typer.Option(
@@ -108,7 +116,7 @@ def evaluate(
     from datetime import UTC, datetime
 
     from pdq_tui.core.catalog import find_policy
-    from pdq_tui.judge import diary, estimate, quality, taskset
+    from pdq_tui.judge import diary, estimate, marks, quality, taskset
     from pdq_tui.judge import soak as endurance
     from pdq_tui.judge import traffic as traffics
     from pdq_tui.judge.evaluation import Evaluation
@@ -125,6 +133,7 @@ def evaluate(
         raise UsageError(f"--gate: {gate!r} is not a legal value", f"legal: {', '.join(quality.GATES)}")
     ttft_target, tpot_target = _targets(targets)
     soak_s = None if soak is None else endurance.duration_s(soak)
+    lm_tasks = () if lm_eval is None else lm_eval_tasks(lm_eval)
     loaded = settings(
         {
             **flags.workload_flags(prompt_tokens, output_tokens, batch, None, None, seed),
@@ -165,6 +174,7 @@ def evaluate(
             seed=s.workload.seed,
             tasks=() if tasks is None else tuple(taskset.read(tasks.expanduser())),
             soak_s=soak_s,
+            lm_tasks=lm_tasks,
             ttft_target_ms=ttft_target,
             tpot_target_ms=tpot_target,
             tasks_name="the project's own" if tasks is None else tasks.name,
@@ -215,7 +225,9 @@ def evaluate(
     finally:
         printer.close()
         mark.end()
-    source = evaluated(evaluation.spec, found, diary.read(evaluation.directory))
+    source = evaluated(
+        evaluation.spec, found, diary.read(evaluation.directory), marks.read(evaluation.directory)
+    )
     data = to_json(source)
     atomic.write_file(evaluation.directory / "evaluation.json", data, force=True)
     reports = write(source, ["md", "html"], evaluation.directory, force=True)
@@ -226,6 +238,28 @@ def evaluate(
 
 def _about(seconds: float) -> str:
     return f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
+
+
+def lm_eval_tasks(text: str) -> tuple[str, ...]:
+    """Names and absolute paths of files. Raises UnfitError where lm-eval is not installed, UsageError where a file is not
+    there: before anything runs."""
+    from importlib.util import find_spec
+
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise UsageError("--lm-eval: no task is named", "such as --lm-eval hellaswag,arc_easy or a YAML file")
+    if find_spec("lm_eval") is None:
+        raise UnfitError(
+            "--lm-eval: lm-eval is not installed",
+            "pip install 'pdq-tui[lm-eval]', or leave --lm-eval out: the other tasks run without it",
+        )
+    found = []
+    for word in words:
+        file = Path(word).expanduser() if word.endswith((".yaml", ".yml")) else None
+        if file is not None and not file.is_file():
+            raise UsageError(f"--lm-eval: no such file: {word}")
+        found.append(word if file is None else str(file.absolute()))
+    return tuple(found)
 
 
 def _targets(text: str) -> tuple[float, float]:

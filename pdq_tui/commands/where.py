@@ -26,6 +26,7 @@ def where(
         "policies": locations.user_policies(),
         "shipped policies": locations.shipped("profiles"),
         "kernel tables": locations.shipped("kernels_cfg"),
+        "server tables": locations.shipped("servers_cfg"),
         "your kernel tables": locations.user_kernels(),
         "tuned for the CPU": tuned_file("cpu"),
         "tuned for the GPU": tuned_file("cuda"),

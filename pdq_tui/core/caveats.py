@@ -9,7 +9,7 @@ from typing import Final
 from pdq_tui.core.arms import arm_stats, counts, drift, invalid_reason, timed
 from pdq_tui.core.comparable import runners_differ
 from pdq_tui.core.evidence import flagged
-from pdq_tui.core.facts import Facts, other_load, slowed
+from pdq_tui.core.facts import Facts, engine_gpu, other_load, samples_during, slowed
 from pdq_tui.core.footprint import footprint
 from pdq_tui.core.metrics import METRICS, counted, format_bytes
 from pdq_tui.core.pairs import blocks_of, control_intervals
@@ -27,12 +27,17 @@ BLOCKS_MIN: Final = LOOKS[0]
 SECONDS_MIN: Final = 10.0
 
 
+#: A GPU beside the engine's that is busy for more of the time is named.
+NEIGHBOUR_LOAD: Final = 0.05
+
+
 def warnings(facts: Facts, labels: Sequence[str]) -> list[str]:
     """Sentences about everything that a reader of the figures must know."""
     out: list[str] = []
     for label in labels:
         out += _arm_warnings(facts, label)
     out += _too_short(facts)
+    out += _neighbours(facts, [r for label in labels for r in timed(facts.of(label))])
     out += _between(facts, labels)
     if facts.superseded:
         out.append(f"{facts.superseded} requests of an earlier workload or model are left out")
@@ -113,6 +118,36 @@ def _arm_warnings(facts: Facts, label: str) -> list[str]:
     if unsteady:
         out.append(f"{label}: {unsteady} of {len(answers)} prompts got different answers on repetition")
     return out
+
+
+def _neighbours(facts: Facts, used: Sequence[Request]) -> list[str]:
+    """Who else was on the engine's GPU, and what the GPUs beside it did, while ``used`` ran: all of them share power, links
+    and the host."""
+    ours = 0
+    beside: dict[int, tuple[int, float]] = {}
+    for sample in samples_during(facts, used):
+        mine = engine_gpu(facts, sample)
+        if mine is None:
+            continue
+        ours = max(ours, mine.other_processes or 0)
+        for gpu in (g for g in sample.gpus if g.index != mine.index):
+            processes, load = beside.get(gpu.index, (0, 0.0))
+            beside[gpu.index] = max(processes, gpu.other_processes or 0), max(load, gpu.gpu_util or 0.0)
+    found = []
+    if ours:
+        found.append(
+            f"{_processes(ours, 'other ')} had memory or time of the engine's GPU while it was measured"
+        )
+    for index, (processes, load) in sorted(beside.items()):
+        if processes or load > NEIGHBOUR_LOAD:
+            found.append(
+                f"GPU {index} beside the engine's had {_processes(processes)} and was busy up to {load:.0%} of the time: it shares power, links and host"
+            )
+    return found
+
+
+def _processes(count: int, which: str = "") -> str:
+    return f"{count or 'no'} {which}process{'' if count == 1 else 'es'}"
 
 
 def _between(facts: Facts, labels: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from pdq_tui.core.messages.energy import EnergyWindow
+from pdq_tui.core.messages.readings import CpuSample, GpuSample
 
 #: A window shorter than this says nothing: counters move in steps of up to a tenth of a second.
 SECONDS_MIN: Final = 5.0
@@ -45,6 +46,20 @@ class StageEnergy(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def flagged(self) -> bool:
         return self.closure is not None and abs(self.closure) > CLOSURE
+
+
+def counted_joules(cpu: CpuSample, gpu: GpuSample | None, on_gpu: bool) -> tuple[float | None, str]:
+    """What the counter that counts here says in a sample, and why nothing where it does not: the GPU's where the engine
+    runs ``on_gpu``, else the processor package's."""
+    if not on_gpu:
+        return cpu.energy_j, cpu.missing.get("energy_j", "not read")
+    if gpu is None:
+        return None, "the GPU that the engine runs on is not among those that are read"
+    return gpu.energy_j, gpu.missing.get("energy_j", "not read")
+
+
+def source_of(on_gpu: bool) -> str:
+    return "NVML" if on_gpu else "RAPL, the whole package"
 
 
 def joules_at(readings: Sequence[Reading], t_ns: int) -> float | None:

@@ -53,6 +53,21 @@ OPERATORS: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
+#: One call for a whole decoder layer of our own → what its matrices are, and how many.
+WHOLE_LAYER: Final = re.compile(r"pdq_native::layer_(dense|int8|int4|nested|mixed)$")
+MATRICES_OF_A_LAYER: Final = 7
+
+
+def _products(pattern: str, op: str, count: int) -> int:
+    """How many products that ``pattern`` describes ``count`` calls of ``op`` were."""
+    whole = WHOLE_LAYER.search(op)
+    if whole is None:
+        return count if re.search(pattern, op) else 0
+    kind = whole[1]
+    fits = "pdq_native::" in pattern if kind == "mixed" else re.search(pattern, f"pdq_native::{kind}")
+    return count * MATRICES_OF_A_LAYER if fits else 0
+
+
 def unmatched(
     calls: Mapping[str, int], steps: int, placed: Mapping[str, int], table: KernelTable
 ) -> list[str]:
@@ -71,7 +86,7 @@ def unmatched(
     for patterns, names in wanted.items():
         layers = sum(names.values())
         for pattern in patterns:
-            seen = sum(n for op, n in calls.items() if re.search(pattern, op))
+            seen = sum(_products(pattern, op, n) for op, n in calls.items())
             if seen < layers * steps:
                 who = " and ".join(sorted(names))
                 found.append(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pdq_tui.core import protocol as p
-from pdq_tui.core.energy import StageEnergy, stage_energy
+from pdq_tui.core.energy import StageEnergy, counted_joules, source_of, stage_energy
 from pdq_tui.core.stats import present
 
 #: Clock limit reasons that make a measurement suspect, by the words that they hold.
@@ -55,16 +55,11 @@ class Facts:
         """Energy by stage of ``arm`` under the policy that it follows now."""
         ready = self.arms.get(arm)
         mine = [w for w in self.energy if w.arm == arm and ready and w.policy_digest == ready.policy.digest]
-        gpus = [(s.t_ns, g) for s in self.sensors if (g := engine_gpu(self, s)) is not None]
-        if self.device is not None and self.device.kind == "cuda":
-            readings = [(t, g.energy_j) for t, g in gpus if g.energy_j is not None]
-            why = next((g.missing["energy_j"] for _, g in gpus if "energy_j" in g.missing), "not read")
-            return stage_energy(mine, readings, "NVML", f"no energy counter: {why}")
-        readings = [(s.t_ns, s.cpu.energy_j) for s in self.sensors if s.cpu.energy_j is not None]
-        why = next(
-            (s.cpu.missing["energy_j"] for s in self.sensors if "energy_j" in s.cpu.missing), "not read"
-        )
-        return stage_energy(mine, readings, "RAPL, the whole package", f"no energy counter: {why}")
+        on_gpu = self.device is not None and self.device.kind == "cuda"
+        read = [(s.t_ns, counted_joules(s.cpu, engine_gpu(self, s), on_gpu)) for s in self.sensors]
+        readings = [(t, joules) for t, (joules, _) in read if joules is not None]
+        why = next((why for _, (joules, why) in read if joules is None), "not read")
+        return stage_energy(mine, readings, source_of(on_gpu), f"no energy counter: {why}")
 
     def trace_of(self, arm: str) -> p.Traced | None:
         """The last burst of ``arm`` under the policy that it follows now."""

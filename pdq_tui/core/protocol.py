@@ -25,6 +25,7 @@ from pdq_tui.core.messages.commands import (
     CancelTask,
     Command,
     Interleave,
+    LmEval,
     Load,
     Ping,
     Question,
@@ -53,6 +54,7 @@ from pdq_tui.core.messages.events import (
     Failure,
     Hello,
     KernelsTimed,
+    LmEvaluated,
     ModelReady,
     NonFinite,
     Note,
@@ -81,6 +83,7 @@ from pdq_tui.core.messages.facts import (
     ModelInfo,
     WeightsInfo,
 )
+from pdq_tui.core.messages.guards import Guard, Guarded, GuardTripped
 from pdq_tui.core.messages.own import SnapshotSaved, WorkerExited, WorkerStarted
 from pdq_tui.core.messages.profiles import KernelTime, StageTrace, Traced
 from pdq_tui.core.messages.readings import CpuSample, GpuSample, SensorSample, SensorState
@@ -106,12 +109,17 @@ __all__ = [
     "Failure",
     "Fallback",
     "GpuSample",
+    "Guard",
+    "GuardTripped",
+    "Guarded",
     "Hello",
     "Interleave",
     "KernelTime",
     "KernelsTimed",
     "KvInfo",
     "LeftModule",
+    "LmEval",
+    "LmEvaluated",
     "Load",
     "MeasureEnergy",
     "Message",

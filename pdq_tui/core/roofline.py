@@ -5,9 +5,16 @@ One multiply-add is two operations. What is divided by these (explained share, M
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
+
+#: Stage → where a document of an arm says what one pass read, and how long one took.
+_SAID: Final = {"prefill": ("bytes", "prefill_ms"), "decode": ("bytes_per_step", "step_ms")}
+#: A measured peak is the best of a few looks: two roofs of one device this near each other are one.
+_SAME_ROOF: Final = 0.1
 
 
 class Op(msgspec.Struct, frozen=True):
@@ -70,7 +77,8 @@ class Roof(msgspec.Struct, frozen=True):
 
 
 class RoofPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage under one policy: bytes it must read, FLOPs by dtype, and the time it took; all of one pass."""
+    """One stage under one policy: bytes it must read, FLOPs by dtype, and the time it took; all of one pass. ``label``:
+    of the arm or snapshot."""
 
     label: str
     stage: str
@@ -78,6 +86,11 @@ class RoofPoint(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     flops: Mapping[str, float]
     ms: float
+
+    @property
+    def name(self) -> str:
+        """ "A decode"."""
+        return f"{self.label} {self.stage}"
 
     @property
     def total(self) -> float:
@@ -123,6 +136,91 @@ def roof_point(
     if not read or not done or not ms or ms <= 0:
         return None
     return RoofPoint(label=label, stage=stage, policy=policy, bytes=read, flops=done, ms=ms)
+
+
+class Roofline(msgspec.Struct, frozen=True, kw_only=True):
+    """The stages of one arm or snapshot under the roof of the device that it ran on. ``missing``: stage → why it is not
+    among the points."""
+
+    label: str
+    device: str
+    roof: Roof
+    points: tuple[RoofPoint, ...] = ()
+    missing: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+def document_rooflines(doc: Mapping[str, Any]) -> list[Roofline]:
+    """One an arm of a run's document (see ``core.document``), in its order."""
+    arms = [a for a in doc.get("arms") or [] if isinstance(a, Mapping)]
+    return [arm_roofline(a, doc.get("device"), str(a.get("label"))) for a in arms]
+
+
+def evaluation_rooflines(found: Mapping[str, Mapping[str, Any]]) -> list[Roofline]:
+    """Of the arms of an evaluation's confirmation run, on the device of its conditions; none before it was reached."""
+    device = found.get("conditions", {}).get("device")
+    return document_rooflines({"device": device, "arms": found.get("confirmation", {}).get("arms", [])})
+
+
+def arm_roofline(arm: Mapping[str, Any], device: Mapping[str, Any] | None, label: str) -> Roofline:
+    """``arm`` and ``device`` as in a document. What is not there, or is no number, is missing with the reason."""
+    points: list[RoofPoint] = []
+    missing: dict[str, str] = {}
+    for stage, (read, timed) in _SAID.items():
+        part = arm.get(stage)
+        part = part if isinstance(part, Mapping) else {}
+        time = part.get(timed)
+        found = {
+            read: _number(part.get(read)),
+            "flops": _table(part.get("flops")) or None,
+            timed: _number(time.get("median")) if isinstance(time, Mapping) else None,
+        }
+        point = roof_point(label, stage, str(arm.get("policy")), *found.values())
+        if point is not None:
+            points.append(point)
+        else:
+            lacks = next((key for key, value in found.items() if not value), read)
+            missing[stage] = str(part.get(f"{lacks}_reason") or f"{lacks} is not in the document")
+    return Roofline(
+        label=label,
+        device=str((device or {}).get("name") or "device not known"),
+        roof=document_roof(device),
+        points=tuple(points),
+        missing=missing,
+    )
+
+
+def document_roof(device: Mapping[str, Any] | None) -> Roof:
+    said = device or {}
+    return Roof(_number(said.get("read_peak_gbps")), _table(said.get("compute_peak_tflops")))
+
+
+def distinct_roofs(lines: Sequence[Roofline]) -> list[tuple[str, Roof]]:
+    """(device, roof) of those that are not another look at one before them; one device can have two, as with another
+    number of threads. What has no peaks is left out."""
+    found: list[tuple[str, Roof]] = []
+    for line in lines:
+        known = line.roof.read_gbps is not None or line.roof.compute_tflops
+        if known and not any(name == line.device and _near(roof, line.roof) for name, roof in found):
+            found.append((line.device, line.roof))
+    return found
+
+
+def _near(a: Roof, b: Roof) -> bool:
+    one, two = ({"read": r.read_gbps, **r.compute_tflops} for r in (a, b))
+    return one.keys() == two.keys() and all(
+        abs((x or 0) - (y or 0)) <= _SAME_ROOF * max(x or 0, y or 0)
+        for x, y in ((one[k], two[k]) for k in one)
+    )
+
+
+def _number(value: Any) -> Any:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if good else None
+
+
+def _table(value: Any) -> dict[str, float]:
+    said = value.items() if isinstance(value, Mapping) else ()
+    return {str(k): float(v) for k, v in said if _number(v) is not None and v > 0}
 
 
 def linear(name: str, N: int, K: int, rows: int, weight_bytes: int, dtype: str, count: int = 1) -> Op:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from pdq_tui.core.messages.profiles import KernelTime, StageTrace
 from pdq_tui.errors import PdqError
 
@@ -32,8 +34,10 @@ STEP: Final = "ProfilerStep#"
 
 GEMM: Final = "weight GEMM"
 GEMV: Final = "weight GEMV"
+#: A decoder layer that is one call of ours: products, attention, cache and norms together.
+LAYER: Final = "whole layer"
 CATEGORIES: Final = (
-    GEMM, GEMV, "dequantize", "quantize", "attention", "KV", "norm/rope/elementwise", "sampling", "copies", "other",
+    LAYER, GEMM, GEMV, "dequantize", "quantize", "attention", "KV", "norm/rope/elementwise", "sampling", "copies", "other",
 )  # fmt: skip
 #: Rows up to which a product with the weights reads more than it multiplies.
 GEMV_ROWS: Final = 8
@@ -70,9 +74,12 @@ def parse(text: str, name: str = "the trace") -> dict[str, Any]:
         raise ValueError(f"{word} is no JSON")
 
     try:
-        body = json.loads(text, parse_constant=no_constant)
-    except ValueError as error:
-        raise PdqError(f"{name} is not valid JSON: {error}") from error
+        body = msgspec.json.decode(text)  # ten times as fast, and stricter in nothing but the size of numbers
+    except msgspec.DecodeError:
+        try:
+            body = json.loads(text, parse_constant=no_constant)
+        except ValueError as error:
+            raise PdqError(f"{name} is not valid JSON: {error}") from error
     if not isinstance(body, dict) or not isinstance(body.get("traceEvents"), list):
         raise PdqError(f"{name} holds no list of events")
     return body
@@ -382,6 +389,8 @@ def category(name: str, within: Sequence[str] = (), rows: int | None = None) -> 
     linear = next((w.removeprefix(LINEAR) for w in within if w.startswith(LINEAR)), None)
     if SAMPLE in within:
         return "sampling"
+    if name.startswith("pdq_native::layer_"):
+        return LAYER
     if KV in within or name == "pdq_native::put":
         return "KV"
     if _ATTENTION.search(name) or (linear is None and any(_ATTENTION.search(w) for w in within)):

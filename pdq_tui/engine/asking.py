@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from pdq_tui.core.protocol import Answered, Question, Request
 from pdq_tui.engine.device import Device
@@ -37,6 +40,10 @@ class Asker:
             capacity = self._fit(prepared)
             found.prompt_tokens, found.refused = prepared.lengths, prepared.refused
             found.chat_template_applied = prepared.chat_template_applied
+            if question.forced is not None:
+                found.nll = self._likelihoods(prepared, question.forced)
+                found.seconds = time.monotonic() - begin
+                return found
             for batch in prepared.batches:
                 self._one(found, question, prepared, batch, capacity, stopped)
                 if found.state != "done":
@@ -50,6 +57,43 @@ class Asker:
             str(self._model.tokenizer.decode(row, skip_special_tokens=True)) for row in found.tokens
         ]
         found.seconds = time.monotonic() - begin
+        return found
+
+    @torch.inference_mode()
+    def _likelihoods(self, prepared: Prepared, forced: Sequence[Sequence[int]]) -> list[float | None]:
+        """One prefill pass a batch over prompts and answers. Answers are filled up behind their end, which a causal model's
+        earlier positions do not see. Raises UsageError where there is not one answer a prompt."""
+        count = len(prepared.lengths)
+        if len(forced) != count:
+            raise UsageError(f"{len(forced)} answers for {count} prompts")
+        found: list[float | None] = []
+        for at, batch in enumerate(prepared.batches):
+            rows = [*forced[at * batch.rows : (at + 1) * batch.rows]]
+            rows += [[] for _ in range(batch.rows - len(rows))]
+            found += self._rated(batch, rows)
+        return found[:count]
+
+    def _rated(self, batch: Batch, rows: Sequence[Sequence[int]]) -> list[float | None]:
+        longest = max(map(len, rows))
+        if not longest:
+            return [None] * len(rows)
+        answer = torch.zeros((len(rows), longest), dtype=batch.ids.dtype)
+        for i, row in enumerate(rows):
+            answer[i, : len(row)] = torch.tensor(list(row), dtype=batch.ids.dtype)
+        device = self._device.torch_device
+        ids = torch.cat([batch.ids, answer[:, :-1]], dim=1).to(device)
+        pad = batch.pad.to(device) if batch.pad is not None else None
+        generation = self._arm.staged.start(batch.rows, ids.shape[1], pad)
+        logits = generation.score(ids, longest)
+        found: list[float | None] = []
+        for i, row in enumerate(rows):  # one row at a time: float64 of a whole batch's vocabularies is large
+            if not row:
+                found.append(None)
+                continue
+            likely = logits[i, : len(row)].double().log_softmax(-1)
+            tokens = torch.tensor(list(row), device=device)
+            value = float(-likely.gather(-1, tokens[:, None]).mean())
+            found.append(value if math.isfinite(value) else None)
         return found
 
     def _fit(self, prepared: Prepared) -> int:

@@ -14,6 +14,7 @@ from pdq_tui.core.workload import Turn, block_turns
 from pdq_tui.engine import stops
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.device import Device
+from pdq_tui.engine.guard import Kept, rescore
 from pdq_tui.engine.prompts import Batch, Prepared
 from pdq_tui.engine.runner import Arm, Hooks, Limits, Peaks, first_use, run_request
 from pdq_tui.errors import UsageError
@@ -47,6 +48,9 @@ class Bench:
         self.peaks: Peaks | None = None
         self.epoch = 0
         self.warmup_steps = 10
+        self.guard: p.Guard | None = None
+        self._guarded: dict[str, int] = {}
+        self._to_rescore: list[tuple[Arm, Batch, Kept, p.Request]] = []
         self._requests = 0
         self._blocks = 0
         self._last_end_ns: int | None = None
@@ -65,6 +69,7 @@ class Bench:
 
     def set_workload(self, prepared: Prepared) -> None:
         self.prepared = prepared
+        self._to_rescore.clear()
         self.epoch += 1
         self._last_end_ns = None
 
@@ -94,6 +99,18 @@ class Bench:
         """What is cold of this arm and the workload's first shape, before anything counts."""
         self._warm_up(self.arm(label), self._batch(0), stopped)
 
+    def is_warm(self, label: str) -> bool:
+        """Whether both stages of this arm have run on the workload's first shape."""
+        return self._shapes(self.arm(label), self._batch(0)) <= self._warm
+
+    def _shapes(self, arm: Arm, batch: Batch) -> set[tuple[str, str, int, int]]:
+        assert self.prepared is not None
+        digest = arm.policy.digest
+        return {
+            (digest, "prefill", batch.rows, batch.width),
+            (digest, "decode", batch.rows, self.prepared.capacity),
+        }
+
     def arm(self, label: str) -> Arm:
         if label not in self.arms:
             raise UsageError(f"arm {label} has no policy yet")
@@ -105,7 +122,10 @@ class Bench:
         """Warm what is cold, run one request of the workload, send its record."""
         arm, batch = self.arm(label), self._batch(prompt)
         self._warm_up(arm, batch, stopped)
-        record = self._run(arm, batch, kind, stopped, turn)
+        kept = self._kept(label, kind)
+        record = self._run(arm, batch, kind, stopped, turn, kept=kept)
+        if kept is not None and not record.cancelled:
+            self._to_rescore.append((arm, batch, kept, record))
         key = (arm.policy.digest, batch.rows, batch.width)
         history = self._history.setdefault(key, [])
         if len(history) <= 1:
@@ -123,6 +143,7 @@ class Bench:
         stopped: Callable[[], bool],
         turn: Turn | None = None,
         output_tokens: int | None = None,
+        kept: Kept | None = None,
     ) -> p.Request:
         assert self.prepared is not None
         workload = self.prepared.workload
@@ -146,6 +167,8 @@ class Bench:
             self.send(p.StageSample(request=number, arm=arm.label, stage=stage, tokens=made, itl_ms=itl_ms))
 
         hooks = Hooks(cancelled=stopped, sample=sample, text=self.text, peaks=self.peaks)
+        if kept is not None:
+            hooks.logits, hooks.kept = kept.logits, kept.tokens
         run_request(self.device, arm, batch, self.prepared.capacity, limits, record, hooks)
         if record.host_start_ns and stops.since(record.host_start_ns):
             record.cancelled = True
@@ -177,6 +200,30 @@ class Bench:
                 self._history[digest, batch.rows, batch.width] = [record.prefill_ms]
         self.send(record)
 
+    # -- the guard ---------------------------------------------------------------------------------------------------
+
+    def set_guard(self, command: p.Guard) -> None:
+        self.guard = command if command.every else None
+        self._guarded.clear()
+
+    def _kept(self, label: str, kind: str) -> Kept | None:
+        """What keeps this request's logits, where it is one to be re-scored."""
+        guard = self.guard
+        if guard is None or kind != "loop" or label == guard.base or guard.base not in self.arms:
+            return None
+        number = self._guarded.get(label, 0)
+        self._guarded[label] = number + 1
+        return Kept() if number % guard.every == 0 else None
+
+    def _rescore(self) -> None:
+        """Between two requests, and behind a block: what waits to be held against the baseline."""
+        waiting, self._to_rescore = self._to_rescore, []
+        for arm, batch, kept, record in waiting:
+            base = self.arms.get(self.guard.base) if self.guard is not None else None
+            if base is not None and self.prepared is not None:
+                self.send(rescore(self.device, arm, base, batch, self.prepared.capacity, kept, record))
+                self._last_end_ns = None
+
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def loop(self, command: p.StartLoop, control: Control) -> None:
@@ -192,6 +239,7 @@ class Bench:
             if control.interleave() and len(ready) > 1:
                 took = self._block(ready, command.seed, "loop", control, lambda: not control.interleave())
                 blocks += took is not None
+                self._rescore()
                 continue
             wanted = control.selected() or current
             if wanted != current and wanted in self.arms:
@@ -202,6 +250,7 @@ class Bench:
                     )
                 )
             self.request(current, number, "loop", control.stopped)
+            self._rescore()
             number += 1
         self._ended("stopped", first, blocks)
 

@@ -29,7 +29,12 @@ class Decoder:
     def __init__(self, model: Any) -> None:
         self._own = model.forward
         inside = model.model
-        self._embed, self._norm, self._rotary, self._head = inside.embed_tokens, inside.norm, inside.rotary_emb, model.lm_head
+        self._embed, self._norm, self._rotary, self._head = (
+            inside.embed_tokens,
+            inside.norm,
+            inside.rotary_emb,
+            model.lm_head,
+        )
         self._layers: list[NativeLayer] = list(inside.layers)
         self._fixed = getattr(self._rotary, "rope_type", "") in FIXED_ROTARY
         #: cos and sin of positions 0 to the longest cache so far, [positions, D] each.

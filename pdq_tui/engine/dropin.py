@@ -33,6 +33,7 @@ from pdq_tui.engine.device import open_device
 from pdq_tui.engine.kv import MODEL_DTYPE
 from pdq_tui.engine.loader import load_model
 from pdq_tui.engine.serving import Dispatcher
+from pdq_tui.engine.spread import refuse_processes, refuse_spread
 from pdq_tui.engine.staged import StagedArm, StagedModel
 from pdq_tui.engine.views import copy_shell
 from pdq_tui.errors import UnfitError, UsageError
@@ -78,6 +79,9 @@ def staged(
             " model's dtype",
             "leave out [kv], or measure with pdq-tui run",
         )
+    refuse_processes()
+    if isinstance(model, PreTrainedModel):
+        refuse_spread(model)
     opened = open_device(model.device.type if isinstance(model, PreTrainedModel) else device)
     if kernels == "auto" and opened.kind == "cpu":
         native.ensure(locations.cache_dir() / "native", lambda: None)

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from pdq_tui.core import prompts as prompt_sets
 from pdq_tui.core import protocol as p
-from pdq_tui.engine import energy, quality, trace, tune
+from pdq_tui.engine import energy, harness, quality, trace, tune
 from pdq_tui.engine.asking import Asker
 from pdq_tui.engine.bench import Bench, Control
 from pdq_tui.engine.canary import Canaries
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.serving import Serving
+from pdq_tui.engine.windows import windows as cut
 from pdq_tui.errors import PdqError, UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def score(session: Session, bench: Bench, control: Control, command: p.Score) ->
     """Windows of each arm against the base's, one at a time."""
     assert session.model is not None and session.device is not None
     tokenizer, info = session.model.tokenizer, session.model.info
-    windows = quality.windows(command, tokenizer, info, prompt_sets.built_in)
+    windows = cut(command, tokenizer, info)
     arms = [bench.arm(label) for label in command.arms]
     scores = quality.Judge(session.device, bench.arm(command.base), arms, command).score(windows)
     done, total = 0, len(windows) * len(arms)
@@ -57,6 +58,31 @@ def ask(session: Session, bench: Bench, control: Control, command: p.Ask) -> Non
         session.send(asker.answer(question, control.stopped))
         done += 1
     session.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
+
+
+def lm_eval(session: Session, bench: Bench, control: Control, command: p.LmEval) -> None:
+    """Tasks of lm-eval on an arm."""
+    assert session.model is not None and session.device is not None
+    model, device, arm = session.model, session.device, bench.arm(command.arm)
+    tell = session.progress("lm-eval", "requests")
+    label = f"{arm.label}: lm-eval {', '.join(command.tasks)}"
+
+    def requests(kind: type) -> harness.StagedRequests:
+        made: harness.StagedRequests = kind(
+            device, arm, model.tokenizer, model.info, model.eos, control.stopped,
+            lambda done, total: tell(done, total, label),
+        )  # fmt: skip
+        return made
+
+    tell(0, None, label)
+    try:
+        found = harness.evaluate(command.tasks, command.limit, command.seed, requests)
+    except Cancelled:
+        session.send(p.RunEnded(reason="stopped", requests=0))
+        return
+    for fields in found:
+        session.send(harness.told(arm, fields))
+    session.send(p.RunEnded(reason="done", requests=len(found)))
 
 
 def tune_kernels(session: Session, control: Control, command: p.Tune) -> None:
@@ -131,11 +157,13 @@ def trace_burst(session: Session, number: int, command: p.Trace) -> None:
                 session.staged.kernels,
                 session.progress("trace", ""),
                 lambda: session.inbox.cancelled(number),
+                warm=bench.is_warm(command.arm),
+                rolling=command.rolling,
             )
     except Cancelled:
-        done = p.Traced(arm=command.arm, policy="", failed="cancelled")
+        done = p.Traced(arm=command.arm, policy="", rolling=command.rolling, failed="cancelled")
     except PdqError as error:
-        done = p.Traced(arm=command.arm, policy="", failed=error.message)
+        done = p.Traced(arm=command.arm, policy="", rolling=command.rolling, failed=error.message)
     session.send(done)
 
 

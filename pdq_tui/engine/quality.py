@@ -9,61 +9,20 @@ cache; so the error of a cheap prefill is seen along the answer, and that of a c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from pdq_tui.core.protocol import ModelInfo, Score, Scored
-from pdq_tui.core.workload import Workload
+from pdq_tui.core.protocol import Score, Scored
 from pdq_tui.engine.device import Device
-from pdq_tui.engine.prompts import prepare
 from pdq_tui.engine.runner import Arm
-from pdq_tui.errors import UsageError
+from pdq_tui.engine.windows import digest
 
 #: Rows of logits that are turned into float64 at once: a row is a vocabulary.
 _ROWS: Final = 32
-
-
-def windows(
-    command: Score, tokenizer: Any, model: ModelInfo, built_in: Callable[[str], list[str]]
-) -> list[Tensor]:
-    """``command.windows`` different windows of the built-in long texts as int64 [prompt_tokens + new_tokens] each.
-
-    Raises UsageError for a path that does not exist, and where there are fewer texts.
-    """
-    if command.path not in ("prefill", "decode") or command.forced not in ("text", "sample"):
-        raise UsageError(f"there is no {command.path} path with forced {command.forced}")
-    if (
-        command.windows < 1
-        or command.prompt_tokens < 2
-        or (command.path == "decode" and command.new_tokens < 2)
-    ):
-        raise UsageError(
-            "quality needs a window of at least two prompt and, on the decode path, two new tokens"
-        )
-    if command.batch < 1 or not command.arms:
-        raise UsageError("quality needs an arm, and a batch of at least one window")
-    extra = command.new_tokens if command.path == "decode" else 0
-    prepared = prepare(
-        Workload(
-            prompt_tokens=command.prompt_tokens + extra,
-            output_tokens=1,
-            prompts="long",
-            distinct=command.windows,
-            seed=command.seed,
-        ),
-        tokenizer,
-        model,
-        built_in,
-    )
-    if len(prepared.batches) < command.windows:
-        raise UsageError(
-            f"{command.windows} windows were asked for, and there are texts for {len(prepared.batches)}"
-        )
-    return [batch.ids[0] for batch in prepared.batches]
 
 
 @dataclass
@@ -134,12 +93,13 @@ class Judge:
                 else:
                     ours = self._forced(arm, prompt, forced)
                 found = [
-                    self._scored(arm, number + i, first, base[i], ours[i], forced[i]) for i in range(rows)
+                    self._scored(arm, number + i, first, base[i], ours[i], forced[i], digest(ids[i]))
+                    for i in range(rows)
                 ]
             yield from found
 
     def _scored(
-        self, arm: Arm, window: int, first: int, base: Tensor, ours: Tensor, forced: Tensor
+        self, arm: Arm, window: int, first: int, base: Tensor, ours: Tensor, forced: Tensor, text: str
     ) -> Scored:
         """base, ours: logits [n, V]; forced: int64 [n]."""
         values, command = _Values(), self._command
@@ -157,6 +117,7 @@ class Judge:
             same_top1=values.same,
             nll=values.nll,
             base_nll=values.base_nll,
+            text_sha256=text,
         )
 
     def _pass(self, arm: Arm, ids: Tensor, keep: int) -> Tensor:

@@ -102,6 +102,9 @@ class Hooks:
     #: Gets every row's tokens and the largest logit that chose one, after the request.
     kept: Callable[[list[list[int]], float], None] | None = None
     peaks: Peaks | None = None
+    #: Gets the logits [B, V] that chose a token, and which it was (0: prefill's), outside every timed step. It copies
+    #: what it keeps: the next step may write there.
+    logits: Callable[[int, torch.Tensor], None] | None = None
 
 
 class RequestFailedError(Exception):
@@ -209,6 +212,8 @@ class _Run:
         self.highest.append(highest)
         if not _all_finite(logits):
             self._invalid("prefill", 0)
+        if self.hooks.logits is not None:
+            self.hooks.logits(0, logits)
         record.prefill_pieces = generation.pieces
         cost = generation.prefill_cost(ids.shape[1])
         record.prefill_bytes, record.prefill_flops = cost.bytes, dict(cost.flops)
@@ -241,13 +246,15 @@ class _Run:
             self.spans.append((start, mark))
             self.tokens.append(token)
             self.highest.append(highest)
+            if self.hooks.logits is not None:
+                self.hooks.logits(number, logits)
             if stop is not None and stop.all_ended(token):
                 break
             if self.hooks.cancelled():
                 record.cancelled = True
                 break
             # What is not part of a step (a live sample, a look at the memory) lies between two marks of its own.
-            pause = stop is not None
+            pause = stop is not None or self.hooks.logits is not None
             if number in steady_at and (held := device.allocated_bytes()) is not None:
                 steady.append(held)
                 pause = True
@@ -348,6 +355,7 @@ class _Run:
         for row in kept:
             digest.update((",".join(map(str, row)) + ";").encode("ascii"))
         record.tokens_sha256 = digest.hexdigest()
+        record.token_ids = kept[0]
         if self.hooks.text is not None:
             record.text = self.hooks.text(kept[0])
         if self.hooks.kept is not None:

@@ -26,6 +26,7 @@ from pdq_tui.engine.loader import LoadedModel, load_model, load_source
 from pdq_tui.engine.peaks import peaks
 from pdq_tui.engine.prompts import prepare
 from pdq_tui.engine.runner import Arm, RequestFailedError
+from pdq_tui.engine.spread import refuse_processes
 from pdq_tui.engine.staged import StagedArm, StagedModel
 from pdq_tui.errors import PdqError, UsageError
 
@@ -70,6 +71,8 @@ class Session:
                     self.run(number, lambda bench, control: bench.loop(command, control))
                 case p.RunBlocks():
                     handlers.run_blocks(self, number, command)
+                case p.Guard():
+                    self._guard(command)
                 case p.Trace():
                     stage = "trace"
                     handlers.trace_burst(self, number, command)
@@ -80,6 +83,9 @@ class Session:
                     self.run(number, lambda bench, control: handlers.score(self, bench, control, command))
                 case p.Ask():
                     self.run(number, lambda bench, control: handlers.ask(self, bench, control, command))
+                case p.LmEval():
+                    stage = "lm-eval"
+                    self.run(number, lambda bench, control: handlers.lm_eval(self, bench, control, command))
                 case p.Tune():
                     stage = "tune"
                     self.run(number, lambda bench, control: handlers.tune_kernels(self, control, command))
@@ -181,6 +187,7 @@ class Session:
         gc.collect()
         try:
             with self.task("load", command.model):
+                refuse_processes()
                 device = self.device = open_device(command.device, command.gpu, command.threads)
                 device.reset_peak()
                 self._own_kernels(command, device, cancelled)
@@ -235,6 +242,7 @@ class Session:
                 attention=command.attention,
                 load_peak_bytes=peak,
                 load_peak_reason=None if peak is not None else "this device has no high-water mark",
+                linears={layer.name: layer.parameters for layer in self.staged.census.layers},
             )
         )
 
@@ -360,10 +368,16 @@ class Session:
             )
             self.send(p.RunEnded(reason="failed", requests=0))
 
+    def _guard(self, command: p.Guard) -> None:
+        if self.bench is None:
+            self.send(p.Note(level="warn", text="there is no model yet that could be guarded"))
+            return
+        self.bench.set_guard(command)
+
     def _between(self) -> bool:
-        """Carry out the arms, workloads and bursts that wait; True where something else waits, which ends the loop."""
+        """Carry out the arms, workloads, bursts and energy loops that wait; True where something else waits, which ends the loop."""
         while (waiting := self.inbox.peek()) is not None:
-            if not isinstance(waiting, (p.SetArm, p.SetWorkload, p.Trace)):
+            if not isinstance(waiting, (p.SetArm, p.SetWorkload, p.Trace, p.MeasureEnergy, p.Guard)):
                 return True
             taken = self.inbox.next()
             if taken is None:

@@ -1,7 +1,7 @@
 """Bursts under torch's profiler: one prefill and a few decode steps, apart from everything that is measured.
 
-The same burst runs three times: once for warming, once between the marks of the device alone, once under the profiler
-between the same marks. The first of both gives the overhead, the last the kernels. A profiler that fails costs the
+The same burst runs once for warming where its arm is cold, once between the marks of the device alone, and once under the
+profiler between the same marks. The first of both gives the overhead, the last the kernels. A profiler that fails costs the
 burst, never the engine.
 """
 
@@ -179,8 +179,11 @@ def trace(
     cancelled: Callable[[], bool],
     *,
     profiler: Callable[[Device], Any] = profile,
+    warm: bool = False,
+    rolling: bool = False,
 ) -> Traced:
-    """Profile one burst and read it. Raises Cancelled, and what the *model* raised where the device or memory gave up;
+    """Profile one burst and read it. ``warm``: the arm has run this shape before; ``rolling``: the file takes the place of
+    the arm's last such. Raises Cancelled, and what the *model* raised where the device or memory gave up;
     everything else that goes wrong is ``Traced.failed``."""
     began = time.monotonic()
     out = Traced(
@@ -189,9 +192,10 @@ def trace(
         policy_digest=arm.policy.digest,
         prompt_tokens=batch.real_tokens,
         batch=batch.rows,
+        rolling=rolling,
     )
     try:
-        _trace(out, device, arm, batch, capacity, steps, folder, table, progress, cancelled, profiler)
+        _trace(out, device, arm, batch, capacity, steps, folder, table, progress, cancelled, profiler, warm)
     except Cancelled:
         raise
     except PdqError as error:
@@ -216,6 +220,7 @@ def _trace(
     progress: Progress,
     cancelled: Callable[[], bool],
     profiler: Callable[[Device], Any],
+    warm: bool,
 ) -> None:
     refuse_nested()
     burst = Burst(device, arm, batch, capacity, steps)
@@ -223,9 +228,10 @@ def _trace(
         out.notes.append(
             f"{burst.steps} decode steps instead of {steps}: no more fit into the workload's KV buffer"
         )
-    progress(0, 4, "a burst for warming")
-    burst.run(marked=False, steps=1)
-    check(cancelled)
+    if not warm:
+        progress(0, 4, "a burst for warming")
+        burst.run(marked=False, steps=1)
+        check(cancelled)
     progress(1, 4, "the burst without the profiler")
     plain = burst.run(marked=False)
     check(cancelled)
@@ -263,39 +269,37 @@ def _events_of(device: Device, burst: Burst, profiler: Callable[[Device], Any]) 
         raw = Path(scratch) / "probe.json"
         running.export_chrome_trace(str(raw))
         text = tracing.read_text(raw)
-    calls = tracing.op_calls(tracing.parse(_valid(text)[0]))
+    calls = tracing.op_calls(_valid(text)[1])
     return (sum(calls.get("prefill", {}).values()), sum(calls.get("decode", {}).values()))
 
 
-def _valid(text: str) -> tuple[str, bool]:
-    """(text that is valid JSON, whether it had to be repaired). Raises PdqError where it cannot be."""
+def _valid(text: str) -> tuple[str, dict[str, Any]]:
+    """(text that is valid JSON, what it holds), repaired where it has to be. Raises PdqError where it cannot be."""
     try:
-        tracing.parse(text)
+        return text, tracing.parse(text)
     except PdqError:
         mended = tracing.repaired(text)
-        tracing.parse(mended)
-        return mended, True
-    return text, False
+        return mended, tracing.parse(mended)
 
 
 def _read_and_keep(out: Traced, raw: Path, folder: Path | None) -> dict[str, Any]:
     """Parse what torch wrote, and only then call it saved. What no repair helps is kept under another name."""
-    text = tracing.read_text(raw)
+    written = tracing.read_text(raw)
     try:
-        text, mended = _valid(text)
+        text, body = _valid(written)
     except PdqError:
         if folder is not None:
-            _write(folder / f"{out.arm}.invalid.json.gz", text)
+            _write(folder / f"{out.arm}.invalid.json.gz", written)
         raise
-    if mended:
+    if text != written:
         out.notes.append("torch wrote names with bare quotes; they were escaped")
-    body = tracing.parse(text)
     out.events = len(body["traceEvents"])
     if folder is None:
         out.path_reason = "this run is kept in memory only"
         return body
     # TensorBoard's plugin: a directory a run, <worker>.<stamp>.pt.trace.json.gz in it.
-    where = _own_folder(folder, tracing.label(out.arm))
+    where = _own_folder(folder, tracing.label(out.arm), out.rolling)
+    before = list(where.iterdir())
     worker = tracing.label(f"{socket.gethostname()}_{os.getpid()}").replace(".", "_").replace("/", "_")
     path = where / f"{worker}.{time.time_ns() // 1_000_000}.pt.trace.json.gz"
     size = _write(path, text)
@@ -305,11 +309,18 @@ def _read_and_keep(out: Traced, raw: Path, folder: Path | None) -> dict[str, Any
         return body
     tracing.parse(tracing.read_text(path), str(path))
     out.path, out.bytes = str(path), size
+    for old in before:
+        old.unlink(missing_ok=True)
     return body
 
 
-def _own_folder(folder: Path, arm: str) -> Path:
+def _own_folder(folder: Path, arm: str, rolling: bool) -> Path:
+    """A new directory, or the one that the arm's rolling trace lies in: a schedule must not fill the disk."""
     name = "".join(c if c.isalnum() or c in "-_#" else "_" for c in arm) or "arm"
+    if rolling:
+        found = folder / f"last-{name}"
+        found.mkdir(parents=True, exist_ok=True)
+        return found
     number = 1
     while True:
         found = folder / f"{number:03d}-{name}"

@@ -136,6 +136,12 @@ class Conversation:
         self._ended(command, lambda e: found.append(e) if isinstance(e, p.Answered) else None)
         return found
 
+    def lm_eval(self, command: p.LmEval) -> list[p.LmEvaluated]:
+        """A result a task; none where it was interrupted."""
+        found: list[p.LmEvaluated] = []
+        self._ended(command, lambda e: found.append(e) if isinstance(e, p.LmEvaluated) else None)
+        return found
+
     def serve(self, command: p.Serve) -> tuple[list[p.Served], p.ServeEnded | None]:
         """The requests of one load, and what it was like; None where it was interrupted."""
         served: list[p.Served] = []

@@ -8,21 +8,53 @@ the old one died of.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from pdq_tui.core import protocol as p
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.workload import Workload
+from pdq_tui.host.guard import GuardLimits, Trip, Watch
 from pdq_tui.host.journal import Journal
 from pdq_tui.host.runs import Run
 from pdq_tui.host.session import Session
 from pdq_tui.host.supervisor import Supervisor
 from pdq_tui.host.view import SessionView
 
+#: Seconds of each of an arm's four energy windows: counters need five.
+ENERGY_S: Final = 6.0
+#: A burst that nothing was heard of for so long went with its engine.
+LOST_S: Final = 300.0
 #: Failures that the same request would meet again: what was under way is not tried again by itself.
 REPEATING: Final = ("oom", "device")
+
+
+class Schedule:
+    """When what takes turns with the requests comes next: ``every_s`` seconds after the last of it ended, the arm that
+    waited longest first; None: never."""
+
+    def __init__(self, every_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.every_s, self._clock = every_s, clock
+        self._last = clock()
+        self._before: dict[str, float] = {}
+        self._sent_at: float | None = None
+
+    def due(self, arms: Sequence[str]) -> str | None:
+        """The arm whose turn has come, which is then taken to be under way."""
+        now = self._clock()
+        if self.every_s is None or not arms or now - self._last < self.every_s:
+            return None
+        if self._sent_at is not None and now - self._sent_at < LOST_S:
+            return None
+        arm = min(arms, key=lambda a: self._before.get(a, float("-inf")))
+        self._before[arm] = self._sent_at = now
+        return arm
+
+    def ended(self) -> None:
+        """One has ended, whoever asked for it."""
+        self._last, self._sent_at = self._clock(), None
 
 
 @dataclass
@@ -39,6 +71,7 @@ class _Engine:
     workload_ready: bool = False
     loop_arms: list[str] | None = None
     stop_sent: bool = False
+    guard_sent: bool = False
     failure: p.Failure | None = None
 
 
@@ -57,6 +90,7 @@ class LiveSession:
         sensors: bool = True,
         min_effect: float = 0.01,
         reference: str = "B",
+        guard: GuardLimits | None = None,
     ) -> None:
         self.run = run
         self.reference = reference
@@ -88,6 +122,12 @@ class LiveSession:
         self._loop = False
         self._seed = 0
         self._started = False
+        self._watch = Watch(guard or GuardLimits())
+        self._tripped: Trip | None = None
+        self._took_s: float | None = None  # what the baseline took to be made ready
+        if self._watch.limits.on:
+            self.session.guard(self._watch.limits.every, self._watch.limits.kld)
+        self._bursts = Schedule(None), Schedule(None)
 
     # -- what the person may do ------------------------------------------------------------------------------------------
 
@@ -121,6 +161,8 @@ class LiveSession:
             self._policies[arm] = policy
             self._engine.arms_sent.pop(arm, None)
             self.session.want(arm, policy)
+            if arm != self.reference:
+                self._let_go()
             self._advance()
 
     def set_workload(self, workload: Workload) -> None:
@@ -134,6 +176,8 @@ class LiveSession:
         """The next requests use ``arm``."""
         with self._lock:
             self._active = arm
+            if arm != self.reference:
+                self._let_go()
             self.session.intend(active=arm)
             if self._engine.loop_arms is not None and arm in self._engine.loop_arms:
                 self.supervisor.send(p.SelectArm(arm=arm))
@@ -142,6 +186,8 @@ class LiveSession:
         """Alternate both arms in ABBA blocks, or not."""
         with self._lock:
             self._interleave = on
+            if on:
+                self._let_go()
             self.session.intend(interleave=on)
             if self._engine.loop_arms is not None:
                 self.supervisor.send(p.Interleave(on=on and len(self._engine.loop_arms) > 1))
@@ -164,10 +210,21 @@ class LiveSession:
         """Cancel loading, converting or packing."""
         self.supervisor.send(p.CancelTask())
 
-    def trace(self, arm: str, steps: int = 4) -> None:
-        """Profile one burst of ``arm``, between two requests where the workload runs. ``Traced`` answers."""
+    def trace(self, arm: str, steps: int = 4, *, rolling: bool = False) -> None:
+        """Profile one burst of ``arm``, between two requests where the workload runs. ``Traced`` answers. ``rolling``:
+        its file takes the place of the arm's last rolling one."""
         where = self.run.trace_path
-        self.supervisor.send(p.Trace(arm=arm, steps=steps, folder=None if where is None else str(where)))
+        folder = None if where is None else str(where)
+        self.supervisor.send(p.Trace(arm=arm, steps=steps, rolling=rolling, folder=folder))
+
+    def measure_energy(self, arms: Sequence[str], seconds: float = ENERGY_S) -> None:
+        """Stage-pure loops of ``arms``, four of ``seconds`` each, between two requests where the workload runs."""
+        self.supervisor.send(p.MeasureEnergy(arms=list(arms), seconds=seconds))
+
+    def schedule(self, *, trace_every_s: float | None = None, energy_every_s: float | None = None) -> None:
+        """While the loop runs, profile a burst and measure energy so often; None: only when asked."""
+        with self._lock:
+            self._bursts = Schedule(trace_every_s), Schedule(energy_every_s)
 
     def restart_engine(self) -> None:
         """Replace the engine; also the way back after it was given up. Everything wanted is sent again."""
@@ -202,7 +259,11 @@ class LiveSession:
 
     def _on_event(self, event: Any) -> None:
         self.session.apply(event)
-        if isinstance(event, (p.Request, p.SensorSample, p.StageSample, p.Progress, p.Pong)):
+        if self._watch.limits.on and isinstance(event, (p.Request, p.Guarded)):
+            self._guard(event)
+        if isinstance(event, (p.Request, p.Traced, p.TaskEnded)):
+            self._burst(event)
+        if isinstance(event, (p.Request, p.Guarded, p.SensorSample, p.StageSample, p.Progress, p.Pong)):
             return
         with self._lock:
             self._note_answer(event)
@@ -222,6 +283,8 @@ class LiveSession:
             case p.ArmReady():
                 engine.arms_ready.add(e.arm)
                 self._ready[e.arm] = e.policy
+                if e.arm == self.reference:
+                    self._baseline_ready(e)
                 if engine.arms_sent.get(e.arm) == e.policy:
                     engine.arms_settled.add(e.arm)
             case p.ArmRefused():
@@ -235,6 +298,8 @@ class LiveSession:
                     self.session.intend(loop=False)
 
     def _refused(self, arm: str, name: str) -> None:
+        if arm == self.reference and arm not in self._engine.arms_ready:
+            self._baseline_lost()
         sent = self._engine.arms_sent.get(arm)
         if sent is None or sent.name != name:
             return
@@ -267,6 +332,103 @@ class LiveSession:
                 "info", "the loop is not started again by itself: it would meet the same failure"
             )
 
+    # -- the guard -----------------------------------------------------------------------------------------------------------
+
+    def _let_go(self) -> None:
+        """The person chose the guarded arm (again), or gave it another policy: what it did before is forgotten."""
+        self._watch.reset()
+        self._tripped = None
+        if self._watch.limits.on:
+            self.session.guard(self._watch.limits.every, self._watch.limits.kld)
+
+    def _guard(self, event: p.Request | p.Guarded) -> None:
+        with self._lock:
+            policy = self._ready.get(event.arm)
+            if event.arm == self.reference or self._tripped or policy is None:
+                return
+            if event.policy_digest != policy.digest:
+                return  # of what the arm did before
+            watch = self._watch
+            trip = watch.request(event) if isinstance(event, p.Request) else watch.checked(event)
+            if isinstance(event, p.Guarded):
+                self.session.guard_state("watching", mean=watch.kld)
+            if trip is not None:
+                self._trip(event.arm, policy, trip)
+
+    def _trip(self, arm: str, policy: Policy, trip: Trip) -> None:
+        self._tripped = trip
+        base = self.reference
+        wanted = self._policies.get(base) or self._ready.get(base)
+        name = wanted.name if wanted is not None else "no policy"
+        switched = base in self._engine.arms_ready
+        if switched:
+            text = f"guard: {arm} ({policy.name}) gave way to {base} ({name}) at request {trip.request}: {trip.words}"
+        else:
+            text = (
+                f"guard: {arm} ({policy.name}) should give way at request {trip.request}: {trip.words}; {base} ({name}) is not "
+                f"resident, and {self._reload_words()}"
+            )
+        if switched:
+            self._interleave, self._active = False, base
+            self.session.intend(interleave=False, active=base)
+            if self._engine.loop_arms is not None:
+                self.supervisor.send(p.Interleave(on=False))
+                self.supervisor.send(p.SelectArm(arm=base))
+        self.record(
+            p.GuardTripped(
+                arm=arm,
+                policy=policy.name,
+                base=base,
+                base_policy=name,
+                measure=trip.measure,
+                value=trip.value,
+                limit=trip.limit,
+                request=trip.request,
+                switched=switched,
+                text=text,
+            )
+        )
+
+    def _reload_words(self) -> str:
+        if self._took_s is None:
+            return "how long making it ready takes is not known: it never was"
+        return f"making it ready took {self._took_s:.1f} s"
+
+    def _baseline_ready(self, e: p.ArmReady) -> None:
+        """It can be switched to now, also for what tripped while it could not."""
+        if not e.resident or self._took_s is None:
+            self._took_s = e.seconds
+        if self._watch.limits.on and self._tripped is None:
+            self.session.guard_state("watching")
+        trip, arm = self._tripped, next((a for a in self._ready if a != self.reference), None)
+        if trip is not None and self._active != self.reference and arm is not None:
+            self._trip(arm, self._ready[arm], trip)
+
+    def _baseline_lost(self) -> None:
+        """Without it nothing is checked: told once, and on the screen as long as it lasts."""
+        if not self._watch.limits.on or self._tripped:
+            return
+        text = f"guard: the baseline {self.reference} is not resident, nothing is checked; {self._reload_words()}"
+        self.session.guard_state("blind", text)
+        self.note("warn", text)
+
+    def _burst(self, event: Any) -> None:
+        """Bursts whose time has come. A request's end is the time to look: without a loop there are none."""
+        with self._lock:
+            traces, energy = self._bursts
+            loop = self._engine.loop_arms
+            match event:
+                case p.Traced():
+                    traces.ended()
+                case p.TaskEnded(task="energy"):
+                    energy.ended()
+                case p.Request(kind="loop") if loop is not None and self._loop:
+                    arms = loop if self._interleave else [a for a in loop if a == self._active]
+                    if (arm := traces.due(arms)) is not None:
+                        self.trace(arm, rolling=True)
+                    if self.session.counts_energy and (arm := energy.due(arms)) is not None:
+                        self.measure_energy([arm])
+
     # -- sending what is wanted and possible ---------------------------------------------------------------------------------
 
     def _advance(self) -> None:
@@ -280,6 +442,9 @@ class LiveSession:
             return
         if not engine.model_ready:
             return
+        if self._watch.limits.on and not engine.guard_sent:
+            every = self._watch.limits.every
+            engine.guard_sent = self.supervisor.send(p.Guard(base=self.reference, every=every))
         # The workload first: its row counts decide which kernels and programs an arm gets.
         if self._workload is not None and engine.workload_sent != self._workload:
             if engine.loop_arms is not None:

@@ -260,6 +260,7 @@ class ReplaySession:
     start_loop: Callable[..., None] = _refuse
     restart_engine: Callable[..., None] = _refuse
     trace: Callable[..., None] = _refuse
+    measure_energy: Callable[..., None] = _refuse
 
     def stop(self) -> None:
         """Nothing runs."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 from typing import Any
 
+from pdq_tui.core.energy import StageEnergy
 from pdq_tui.core.evidence import flagged
 from pdq_tui.core.protocol import (
     ArmReady,
     ArmRefused,
     ArmSwitched,
     Failure,
+    GuardTripped,
     ModelReady,
     Note,
     RunEnded,
@@ -61,6 +63,8 @@ def lines(event: Any) -> list[Line]:
             if event.nvml == "ok" and event.engine_gpu is None and event.engine_gpu_reason:
                 found.append(("info", event.engine_gpu_reason, None))
             return found
+        case GuardTripped():
+            return [("error", event.text, None)]
         case SnapshotSaved():
             return [("info", f"snapshot {event.name} saved  {event.arm}  {event.path}", None)]
         case Traced():
@@ -114,6 +118,18 @@ def _workload_ready(event: WorkloadReady) -> list[Line]:
         text = f"{event.prompts} of {total} prompts run; prompt {first.number}: {first.reason}{more}"
         found.append(("warn", text, None))
     return found
+
+
+def energy_sentence(arm: str, taken: StageEnergy) -> tuple[str, str]:
+    """(level, what a burst of stage-pure loops found)."""
+    if taken.prefill_j is None and taken.decode_j is None:
+        return "warn", f"no energy by stage of arm {arm}: {taken.reason}"
+    each = (("prefill", taken.prefill_j, "prompt"), ("decode", taken.decode_j, "output"))
+    text = ", ".join(f"{stage} {j:.3g} J a {token} token" for stage, j, token in each if j is not None)
+    closes = (
+        "" if taken.closure is None else f"; whole requests differ by {taken.closure:+.1%} from their stages"
+    )
+    return ("warn" if taken.flagged else "info"), f"energy of arm {arm} ({taken.source}): {text}{closes}"
 
 
 def failure_sentence(failure: Failure) -> str:

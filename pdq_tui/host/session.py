@@ -18,10 +18,11 @@ from pdq_tui.core.metrics import METRICS
 from pdq_tui.core.policy import Policy
 from pdq_tui.host import sentences
 from pdq_tui.host.journal import Journal
+from pdq_tui.host.live_energy import LiveEnergy
 from pdq_tui.host.numbers import Figures, Numbers, Refresher
 from pdq_tui.host.runs import Run
 from pdq_tui.host.series import Series
-from pdq_tui.host.view import ArmView, EngineView, NoteView, SessionView, TaskView
+from pdq_tui.host.view import ArmView, EnergyView, EngineView, GuardView, NoteView, SessionView, TaskView
 
 #: Silence after which the engine is called stalled. Importing torch can hold the interpreter for some seconds.
 STALLED_S: Final = 10.0
@@ -99,7 +100,9 @@ class Session:
         self._notes_total = 0
         self._snapshots: deque[str] = deque(maxlen=SNAPSHOTS)
         self._traces: dict[str, p.Traced] = {}
+        self._energy = LiveEnergy()
         self._live: p.StageSample | None = None
+        self._guard: GuardView | None = None
         self._dropped: dict[str, int] = {}
         self._engine = EngineView()
         self._base, self._base_text = "starting", ""
@@ -134,6 +137,12 @@ class Session:
         """The journal so far, complete: what a snapshot is made from. ``since_ns`` on the events' own clock."""
         found = self.journal.events()
         return found if since_ns is None else [e for e in found if e.t_ns >= since_ns]
+
+    @property
+    def counts_energy(self) -> bool:
+        """Whether a counter was read that energy can be held against."""
+        with self._lock:
+            return self._sensors is not None and self._energy.missing is None
 
     def close(self) -> None:
         self._refresher.close()
@@ -175,17 +184,28 @@ class Session:
             case p.RunEnded():
                 self._running, self._live = "", None
             case p.Traced():
-                self._traces[e.arm] = e
+                if not (e.failed and e.rolling):  # the next one comes by itself
+                    self._traces[e.arm] = e
+            case p.EnergyWindow():
+                self._energy.window(e)
             case p.ArmSwitched():
                 self._active = e.arm
             case p.SensorState():
                 self._sensor_state = e
             case p.Dropped():
                 self._dropped[e.role] = e.count
+            case p.Guarded():
+                self._guarded(e)
+            case p.GuardTripped():
+                self.guard_state("switched" if e.switched else "stuck", e.text)
             case p.SnapshotSaved():
                 self._snapshots.append(e.name)
             case p.WorkerStarted() | p.WorkerExited() | p.Hello():
                 self._worker_event(e)
+
+    def _guarded(self, e: p.Guarded) -> None:
+        before = self._guard or GuardView(every=0, limit=0.0)
+        self._guard = replace(before, checks=before.checks + 1, last=e)
 
     def _arm_event(self, e: p.ArmReady | p.ArmRefused) -> None:
         arm = self._arms.setdefault(e.arm, _Arm())
@@ -253,6 +273,11 @@ class Session:
             "engine_rss_bytes": e.cpu.engine_rss_bytes,
         }
         index = self._sensor_state.engine_gpu if self._sensor_state is not None else None
+        on_gpu = self._device is not None and self._device.kind == "cuda"
+        ours = next((g for g in e.gpus if g.engine or g.index == index), None)
+        for arm in self._energy.sample(e, ours, on_gpu):
+            level, text = sentences.energy_sentence(arm, self._energy.found[arm][2])
+            self._note(level, text, None, e.t_ns)
         for gpu in e.gpus:
             if gpu.engine or gpu.index == index:
                 for name in ("power_w", "memory_used_bytes", "gpu_util", "temperature_c", "sm_mhz"):
@@ -324,6 +349,16 @@ class Session:
             self._interleave = self._interleave if interleave is None else interleave
             self._wants_loop = self._wants_loop if loop is None else loop
 
+    def guard(self, every: int, limit: float) -> None:
+        """From now on, or anew: every ``every``-th request is re-scored, and its KLD may be ``limit`` nats."""
+        with self._lock:
+            self._guard = GuardView(every=every, limit=limit)
+
+    def guard_state(self, state: str, text: str = "", mean: float | None = None) -> None:
+        with self._lock:
+            before = self._guard or GuardView(every=0, limit=0.0)
+            self._guard = replace(before, state=state, text=text, mean=before.mean if mean is None else mean)
+
     # -- pictures ----------------------------------------------------------------------------------------------------------
 
     def view(self, window_s: float | None = 120.0) -> SessionView:
@@ -358,6 +393,12 @@ class Session:
                 arms=arms,
                 ratios=dict(self._figures.ratios.get(other, {})) if other is not None else {},
                 traces=dict(self._traces),
+                trace_ages_s={arm: (now_ns - t.t_ns) / 1e9 for arm, t in self._traces.items()},
+                energy={
+                    arm: EnergyView(digest, (now_ns - end) / 1e9, taken)
+                    for arm, (digest, end, taken) in self._energy.found.items()
+                },
+                energy_missing=self._energy.missing,
                 sensor_state=self._sensor_state,
                 sensors=sensors,
                 sensors_age_s=None if sensors is None else (now_ns - sensors.t_ns) / 1e9,
@@ -371,6 +412,7 @@ class Session:
                 run_text=self.run.text,
                 wants_loop=self._wants_loop,
                 notes_total=self._notes_total,
+                guard=self._guard,
             )
 
     def _arm_view(self, name: str, arm: _Arm, start: float | None) -> ArmView:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pdq_tui.core.energy import StageEnergy
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.protocol import (
     ArmReady,
     DeviceInfo,
+    Guarded,
     ModelInfo,
     Request,
     SensorSample,
@@ -73,6 +75,30 @@ class ArmView:
 
 
 @dataclass(frozen=True)
+class GuardView:
+    """What the guard has seen of the arm that it watches. ``state``: "watching", "switched" (to the baseline), "stuck" (a
+    limit was passed, and the baseline is not resident), "blind" (it is not, and nothing can be checked). ``text``: one
+    sentence where there is something to say. ``last``: the newest check."""
+
+    every: int
+    limit: float
+    state: str = "watching"
+    text: str = ""
+    checks: int = 0
+    mean: float | None = None
+    last: Guarded | None = None
+
+
+@dataclass(frozen=True)
+class EnergyView:
+    """The last burst of stage-pure loops of an arm under the policy ``digest``, ``age_s`` seconds ago."""
+
+    digest: str
+    age_s: float
+    taken: StageEnergy
+
+
+@dataclass(frozen=True)
 class NoteView:
     """A line of the event log. ``clock`` is wall time HH:MM:SS; ``level``: info, warn, error."""
 
@@ -89,7 +115,9 @@ class SessionView:
     ``sensor_series`` keys: power_w, memory_used_bytes, gpu_util, temperature_c, sm_mhz, cpu_load, engine_load,
     engine_rss_bytes; a series that was never measured is not there. ``wants_loop``: the person asked for the loop,
     whether or not it can run yet (``running`` is what is). ``run_text``, ``journal_text``: to be shown as a banner.
-    ``traces``: the last profiled burst an arm, of whatever policy it followed then (``Traced.policy_digest``).
+    ``guard``: None where nothing is guarded.
+    ``traces``: the last profiled burst an arm, of whatever policy it followed then (``Traced.policy_digest``), and how
+    long ago it was. ``energy``: likewise, an arm; ``energy_missing``: why there is no counter to hold it against.
     """
 
     run_id: str
@@ -107,6 +135,9 @@ class SessionView:
     arms: dict[str, ArmView] = field(default_factory=dict)
     ratios: dict[str, Ratio] = field(default_factory=dict)
     traces: dict[str, Traced] = field(default_factory=dict)
+    trace_ages_s: dict[str, float] = field(default_factory=dict)
+    energy: dict[str, EnergyView] = field(default_factory=dict)
+    energy_missing: str | None = None
     sensor_state: SensorState | None = None
     sensors: SensorSample | None = None
     sensors_age_s: float | None = None
@@ -121,3 +152,4 @@ class SessionView:
     wants_loop: bool = False
     garbage: int = 0
     notes_total: int = 0
+    guard: GuardView | None = None

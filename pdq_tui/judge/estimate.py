@@ -103,10 +103,11 @@ def _abnormal(spec: Spec, found: Mapping[str, Json]) -> float:
 
 
 def _tasks(spec: Spec, found: Mapping[str, Json]) -> float:
-    """About 120 prompt tokens and 20 new ones a task, and the base answers as well."""
+    """About 120 prompt tokens and 20 new ones a task, and the base answers as well; then it reads every answer once more."""
     b = found["bottleneck"]
     assert spec.workload.prompt_tokens is not None
-    one = float(b["ttft_ms"] * 120 / spec.workload.prompt_tokens + 20 * b["tpot_ms"]) / 1e3
+    a_token = b["ttft_ms"] / spec.workload.prompt_tokens
+    one = float(120 * a_token + 20 * b["tpot_ms"] + 140 * a_token) / 1e3
     return (len(spec.tasks) or spec.plan.tasks) * (_kept(spec, found) + 1) * one
 
 

@@ -15,7 +15,7 @@ from pdq_tui.errors import PdqError
 from pdq_tui.host.conversation import Conversation
 from pdq_tui.host.journal import ReadCounts, read_events
 from pdq_tui.judge import abnormal as unusual
-from pdq_tui.judge import flips, logs, quality, taskset
+from pdq_tui.judge import flips, freerun, harness, logs, quality, taskset
 from pdq_tui.judge import load as loads
 from pdq_tui.judge import soak as endurance
 from pdq_tui.judge.abnormal import Result
@@ -65,17 +65,21 @@ def tasks(ev: Evaluation) -> Json:
             answers[policy.name] |= _graded(group, answer)
     base = answers[spec.base.name]
     limit = flips.DROPS[spec.gate]
+    own = _likelihoods(ev, groups, base)
     found: Json = {}
     for name in names:
         both = [t for t in asked if t.id in base and t.id in answers[name]]
         if name == spec.base.name or not both:
             continue
         f = _compared(both, base, answers[name])
+        likely = _likelihoods(ev, groups, answers[name])
+        agreed = freerun.agreement(base, answers[name], {t: (likely[t], own[t]) for t in likely if t in own})
         kinds = {t.kind: [] for t in both}  # type: dict[str, list[Task]]
         for t in both:
             kinds[t.kind].append(t)
         found[name] = {
             **msgspec.to_builtins(f),
+            "agreement": msgspec.to_builtins(agreed),
             "gates": [msgspec.to_builtins(g) for g in (flips.task_gate(f, limit), flips.length_gate(f))],
             "kinds": {
                 kind: {
@@ -95,10 +99,58 @@ def tasks(ev: Evaluation) -> Json:
         "refused": len(asked) - len(base),
         "chat_template": template,
         "policies": found,
+        "lm_eval": _lm_eval(ev, names),
         "items": [msgspec.to_builtins(t) for t in asked],
         "answers": answers,
         "unsettled": "no task fits this model" if not staged else "; ".join(sorted(open_)) or None,
         "stop": None,
+    }
+
+
+def _likelihoods(ev: Evaluation, groups: Sequence[Sequence[Task]], answers: Json) -> dict[str, float]:
+    """By task that was answered: what the base thinks of this answer, in nats a token."""
+    kept = [[t for t in group if t.id in answers] for group in groups]
+    kept = [group for group in kept if group]
+    questions = [
+        msgspec.structs.replace(_question(number, group), forced=[answers[t.id]["ids"] for t in group])
+        for number, group in enumerate(kept)
+    ]
+    rated = ask(ev, ev.spec.base, questions, "tasks")
+    return {
+        t.id: value
+        for group, answer in zip(kept, rated, strict=False)
+        for t, value in zip(group, answer.nll, strict=False)
+        if value is not None
+    }
+
+
+def _lm_eval(ev: Evaluation, names: Sequence[str]) -> Json | None:
+    """lm-eval's tasks, where some were asked for: by policy, each metric against the base's. They are shown, and decide
+    nothing: their number and their limits are not this project's."""
+    spec = ev.spec
+    if not spec.lm_tasks:
+        return None
+    results: dict[str, list[p.LmEvaluated]] = {}
+
+    def do(talk: Conversation) -> None:
+        for policy in sorted(ev.by_name(names), key=lambda policy: names.index(policy.name)):
+            ev.arm(policy)
+            command = p.LmEval(
+                arm=policy.name, tasks=list(spec.lm_tasks), limit=spec.plan.tasks, seed=spec.seed
+            )
+            results[policy.name] = talk.lm_eval(command)
+
+    try:
+        ev.talk(do)
+    except PdqError:
+        ev.close()
+        raise
+    base = results[spec.base.name]
+    return {
+        "tasks": list(spec.lm_tasks),
+        "limit": spec.plan.tasks,
+        "base": [msgspec.to_builtins(r) for r in base],
+        "policies": {n: harness.compared(base, rs) for n, rs in results.items() if n != spec.base.name},
     }
 
 
@@ -134,7 +186,12 @@ def _graded(group: Sequence[Task], answer: p.Answered) -> dict[str, Json]:
     if answer.state == "refused":
         return {}
     return {
-        task.id: {"right": taskset.right(task, text), "tokens": len(tokens), "text": text}
+        task.id: {
+            "right": taskset.right(task, text),
+            "tokens": len(tokens),
+            "ids": list(tokens),
+            "text": text,
+        }
         for task, text, tokens in zip(ran, answer.texts, answer.tokens, strict=False)
     }
 

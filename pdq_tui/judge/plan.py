@@ -86,7 +86,7 @@ STAGED: Final = ("w8a8-prefill-int4-decode", "w8a8-prefill-int8-decode", "bf16-p
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a resumed evaluation must not change. ``uniform[0]`` is the base. ``gate``: a preset's name.
-    ``tasks``: what is asked, and ``tasks_name`` where it comes from."""
+    ``tasks``: what is asked, and ``tasks_name`` where it comes from; ``lm_tasks``: of lm-eval, names or YAML files."""
 
     model: str
     load: Load
@@ -101,6 +101,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     tasks: tuple[Task, ...] = ()
     tasks_name: str = "the project's own"
+    lm_tasks: tuple[str, ...] = ()
     ttft_target_ms: float = 2000.0
     tpot_target_ms: float = 100.0
     soak_s: float | None = None

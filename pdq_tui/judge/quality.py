@@ -40,7 +40,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Path(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy along one path. ``kld`` in nats; ``same_top1`` a fraction; ``ppl_ratio`` = exp(mean NLL difference)."""
+    """One policy along one path. ``kld`` in nats; ``same_top1`` a fraction; ``ppl_ratio`` = exp(mean NLL difference).
+    ``texts``: of each window's token ids, 12 hex digits of SHA-256."""
 
     policy: str
     path: str
@@ -54,6 +55,7 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
     positions: int
     nonfinite: int
     by_position: list[tuple[int, Estimate]]
+    texts: list[str] = []
 
 
 def summarize(windows: Sequence[Scored]) -> Path:
@@ -80,6 +82,7 @@ def summarize(windows: Sequence[Scored]) -> Path:
             (at, over_windows(there, lambda w, at=at: [w.kld[at - w.first]]))  # type: ignore[misc]
             for at, there in sorted(by_position.items())
         ],
+        texts=[w.text_sha256 for w in windows],
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from pdq_tui.core.protocol import Canary, Request, SensorSample
-from pdq_tui.core.stats import autocorrelation
+from pdq_tui.core.stats import ALPHA, autocorrelation, t_quantile
 from pdq_tui.errors import UsageError
 from pdq_tui.judge.load import trend
 
@@ -28,7 +28,9 @@ KLD_LIMIT: Final = 1e-3
 _WARM_SHARE: Final = 0.1
 #: A series is taken in so many means, as far as it has values for them.
 _BINS: Final = 30
+_LONG_BINS: Final = 12
 _LEAST_BINS: Final = 6
+_R_MOST: Final = 0.9
 _UNITS: Final = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 
 
@@ -71,7 +73,7 @@ def drift(
 ) -> Drift:
     """series: (seconds since the start, value). hurts: +1 where rising is worse, −1 where falling is, 0 where neither."""
     series = sorted((t, v) for t, v in series if math.isfinite(v))
-    bins = _means(series)
+    bins = _means(series, _BINS)
     slope = trend(bins)
     level = statistics.fmean(v for _, v in bins) if bins else None
     if slope is None or len(bins) < _LEAST_BINS or level is None or level == 0:
@@ -80,11 +82,8 @@ def drift(
             name=name, unit=unit, n=len(series), level=level, slope_per_hour=None, change=None, change_ci95=None,
             drifts=False, worse=False, reason=why,
         )  # fmt: skip
-    middle, low, high = slope
-    # Noise that hangs together (another program for a minute) holds fewer independent values than there are.
-    rest = [v - middle * t for t, v in bins]
-    r = min(max(autocorrelation(rest), 0.0), 0.9)
-    half = (high - low) / 2 * math.sqrt((1 + r) / (1 - r))
+    middle = slope[0]
+    half = _half(series)
     length = bins[-1][0] - bins[0][0]
     change, spread = middle * length / abs(level), half * length / abs(level)
     interval = (change - spread, change + spread)
@@ -102,14 +101,34 @@ def drift(
     )
 
 
-def _means(series: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Means of equal parts of the time after the warm-up."""
+def _half(series: Sequence[tuple[float, float]]) -> float:
+    """Half the 95 % interval of the slope. Long parts of the run show what lasts longer than a short one."""
+    return max(_half_of(_means(series, count)) for count in (_BINS, _LONG_BINS))
+
+
+def _half_of(bins: Sequence[tuple[float, float]]) -> float:
+    """Where values hang together (another program for a minute) fewer of them are independent than there are, for the spread
+    and for Student's degrees of freedom. What a slope leaves shows too little of it, by about (2 + 4r) / n
+    (F. H. C. Marriott, J. A. Pope, Biometrika 41, 1954)."""
+    slope = trend(bins)
+    if slope is None:
+        return 0.0
+    n = len(bins)
+    r = autocorrelation([v - slope[0] * t for t, v in bins])
+    r = min(max(r + (2 + 4 * r) / n, 0.0), _R_MOST)
+    independent = n * (1 - r) / (1 + r)
+    t = t_quantile(1 - ALPHA / 2, max(1.0, independent - 2)) / t_quantile(1 - ALPHA / 2, n - 2)
+    return (slope[2] - slope[1]) / 2 * t * math.sqrt((1 + r) / (1 - r))
+
+
+def _means(series: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """Means of ``most`` equal parts of the time after the warm-up, of fewer where there are few values."""
     if not series:
         return []
     first, last = series[0][0], series[-1][0]
     begin = first + (last - first) * _WARM_SHARE
     kept = [(t, v) for t, v in series if t >= begin]
-    count = min(_BINS, max(_LEAST_BINS, len(kept) // 3))
+    count = min(most, max(_LEAST_BINS, len(kept) // 3))
     if len(kept) < count or last <= begin:
         return list(kept)
     bins: list[list[tuple[float, float]]] = [[] for _ in range(count)]

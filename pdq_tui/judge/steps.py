@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from pdq_tui.core import corpus
 from pdq_tui.core import protocol as p
 from pdq_tui.core.analysis import collect, run_document
 from pdq_tui.core.arms import arm_stats
@@ -159,7 +160,7 @@ def selection(ev: Evaluation) -> Json:
 
 def small_quality(ev: Evaluation) -> Json:
     names = [*ev.found["selection"]["uniform"], *ev.found["selection"]["staged"]]
-    paths = _scored(ev, names, ev.spec.plan.small_windows, ev.spec.seed + 3)
+    paths = _scored(ev, names, ev.spec.plan.small_windows, corpus.SELECTION)
     gates = {n: msgspec.to_builtins(_gate(ev, by)) for n, by in paths.items()}
     failed = [n for n, g in gates.items() if g["result"] == judged.FAIL]
     staged = [n for n in ev.found["selection"]["staged"] if n not in failed]
@@ -214,7 +215,7 @@ def confirmation(ev: Evaluation) -> Json:
 def quality(ev: Evaluation) -> Json:
     small = ev.found["small_quality"]
     names = [*small["uniform"], *small["staged"]]
-    paths = _scored(ev, names, ev.spec.plan.windows, ev.spec.seed + 5)
+    paths = _scored(ev, names, ev.spec.plan.windows, corpus.CONFIRMATION)
     return {
         "paths": {n: msgspec.to_builtins(by) for n, by in paths.items()},
         "gates": {n: msgspec.to_builtins(_gate(ev, by)) for n, by in paths.items()},
@@ -266,7 +267,7 @@ def _crossover(ev: Evaluation, events: Sequence[Any], uniform: Sequence[str]) ->
     return found
 
 
-def _scored(ev: Evaluation, names: Sequence[str], windows: int, seed: int) -> dict[str, list[judged.Path]]:
+def _scored(ev: Evaluation, names: Sequence[str], windows: int, text: str) -> dict[str, list[judged.Path]]:
     base, lengths = ev.spec.base, ev.found["conditions"]["windows"]
     found: dict[str, list[judged.Path]] = {}
 
@@ -283,7 +284,8 @@ def _scored(ev: Evaluation, names: Sequence[str], windows: int, seed: int) -> di
                     windows=windows,
                     prompt_tokens=lengths[path],
                     new_tokens=lengths["new_tokens"] if path == "decode" else 0,
-                    seed=seed,
+                    text=text,
+                    seed=ev.spec.seed,
                     batch=ev.spec.workload.batch,
                 )
             )

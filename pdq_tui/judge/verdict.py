@@ -50,13 +50,23 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def verdict(spec: Spec, found: Mapping[str, Json]) -> Verdict:
     """``found``: what the steps said, by name; the last may be one that stopped the protocol."""
-    stop = next((step["stop"] for step in found.values() if step.get("stop")), None)
-    if stop is not None or "confirmation" not in found or "quality" not in found:
-        return _early(str(stop or "the protocol was not finished"), found)
-    timing = found["confirmation"]
-    candidates = [_one(spec, found, name) for name in timing["staged"]]
+    each = verdicts(spec, found)
+    stop = _stopped(found)
+    return each[0] if each else _early(str(stop or "the protocol was not finished"), found)
+
+
+def verdicts(spec: Spec, found: Mapping[str, Json]) -> list[Verdict]:
+    """One a confirmed candidate, the best word first; none before all of them have their timing and their quality."""
+    if _stopped(found) is not None or "confirmation" not in found or "quality" not in found:
+        return []
     order = (GO, ONLY_IF, ENGINE_LIMITED, UNSURE_WORD, NOT_INFORMATIVE, NO_GO)
-    return min(candidates, key=lambda v: order.index(v.word))
+    each = [_one(spec, found, name) for name in found["confirmation"]["staged"]]
+    return sorted(each, key=lambda v: order.index(v.word))
+
+
+def _stopped(found: Mapping[str, Json]) -> Any:
+    """What ended the protocol early; None where nothing did."""
+    return next((step["stop"] for step in found.values() if step.get("stop")), None)
 
 
 def _early(stop: str, found: Mapping[str, Json]) -> Verdict:

@@ -33,12 +33,13 @@ _TAIL_BYTES: Final = 4096
 class Mark:
     """Kept while an evaluation runs. A directory that cannot be written loses the mark, not the evaluation."""
 
-    def __init__(self, directory: Path) -> None:
-        self._file = directory / RUNNING
+    def __init__(self, directory: Path, pid: int | None = None) -> None:
+        """``pid``: of the process that runs it; this one's by default."""
+        self._file, self._pid = directory / RUNNING, pid or os.getpid()
 
     def step(self, name: str, left_s: float | None) -> None:
         """``left_s``: estimated seconds to the end, None where nothing is known yet."""
-        body = {**stamp(os.getpid(), "evaluation"), "step": name, "began": time.time(), "left_s": left_s}
+        body = {**stamp(self._pid, "evaluation"), "step": name, "began": time.time(), "left_s": left_s}
         with contextlib.suppress(PdqError):
             atomic.write_file(self._file, json.dumps(body).encode(), force=True)
 
@@ -99,6 +100,15 @@ def evaluations(folder: Path) -> list[Path]:
     except OSError:
         return []
     return sorted(there, key=lambda p: p.name, reverse=True)
+
+
+def running_in(folder: Path) -> tuple[Path, str] | None:
+    """The evaluation in ``folder`` that runs now, and its step; None where none does."""
+    for place in evaluations(folder):
+        now = _running(place)
+        if now is not None:
+            return place, str(now.get("step"))
+    return None
 
 
 def stop(directory: Path) -> bool:

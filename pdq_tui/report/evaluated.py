@@ -8,11 +8,14 @@ from typing import Any
 
 import msgspec
 
-from pdq_tui.judge import diary
+from pdq_tui.judge import diary, marks, risks, rollback
+from pdq_tui.judge.deploy import Deployment
 from pdq_tui.judge.diary import Entry
 from pdq_tui.judge.evaluation import Evaluation
+from pdq_tui.judge.marks import Marks
 from pdq_tui.judge.plan import STEPS, Spec
-from pdq_tui.judge.verdict import Verdict, verdict
+from pdq_tui.judge.verdict import Verdict, verdict, verdicts
+from pdq_tui.report import deployment
 from pdq_tui.report.evaluation import evaluation_page
 from pdq_tui.report.page import Page
 
@@ -20,15 +23,25 @@ Json = Mapping[str, Any]
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
-    """``found``: what the finished steps said, by name; ``logged``: work that people did by hand."""
+    """``found``: what the finished steps said, by name; ``logged``: work that people did by hand; ``marks``: what they said
+    of answers, by (policy, task)."""
 
     spec: Spec
     found: dict[str, Any]
     verdict: Verdict
     logged: tuple[Entry, ...] = ()
+    marks: dict[tuple[str, str], str] = msgspec.field(default_factory=dict)
 
     def page(self) -> Page:
-        return evaluation_page(self.spec, self.found, self.verdict, self.logged)
+        return evaluation_page(self.spec, self.found, self.verdict, self.logged, self.marks)
+
+    def each(self) -> list[Verdict]:
+        """One a confirmed candidate, the best word first; ``verdict`` is the first of them."""
+        return verdicts(self.spec, self.found)
+
+    def deployments(self) -> list[Deployment]:
+        """What the policy of the verdict and the best uniform mean for serving engines."""
+        return deployment.of_evaluation(self.spec, self.found, deployment.subjects(self.found, self.verdict))
 
     def body(self) -> dict[str, Any]:
         """evaluation.json: the verdict, the map, how far each step came, and everything that was found."""
@@ -39,11 +52,20 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
             "plan": self.spec.plan.name,
             "gate": self.spec.gate,
             "verdict": msgspec.to_builtins(self.verdict),
+            "candidates": [
+                {"policy": v.staged, "word": v.word, "region": v.region, "because": v.because}
+                for v in self.each()
+            ],
+            "confounders": [msgspec.to_builtins(r) for r in risks.confounders(self.spec, self.found)],
+            "risks": [msgspec.to_builtins(r) for r in risks.risks(self.spec, self.found, self.logged)],
             "quality": _paths(self.found),
             "tasks": {k: v for k, v in self.found.get("tasks", {}).items() if k not in ("items", "answers")},
+            "marks": [{"policy": p, "task": t, "mark": m} for (p, t), m in self.marks.items()],
             "load": self.found.get("load"),
             "soak": self.found.get("soak"),
             "logs": self.found.get("logs", {}).get("counts", []),
+            "deploy": [msgspec.to_builtins(d) for d in self.deployments()],
+            "rollback": msgspec.to_builtins(rollback.plan(self.spec, self.found, self.verdict)),
             "operations": [msgspec.to_builtins(entry) for entry in self.logged],
             "abnormal": self.found.get("abnormal", {}).get("abnormal", []),
             "map": self.found.get("confirmation", {}).get("map", []),
@@ -81,11 +103,19 @@ def _paths(found: Mapping[str, Json]) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def evaluated(spec: Spec, found: Mapping[str, Json], logged: Sequence[Entry] = ()) -> Evaluated:
-    return Evaluated(spec=spec, found=dict(found), verdict=verdict(spec, found), logged=tuple(logged))
+def evaluated(
+    spec: Spec, found: Mapping[str, Json], logged: Sequence[Entry] = (), marks: Marks | None = None
+) -> Evaluated:
+    return Evaluated(
+        spec=spec,
+        found=dict(found),
+        verdict=verdict(spec, found),
+        logged=tuple(logged),
+        marks=dict(marks or {}),
+    )
 
 
 def read(directory: Path) -> Evaluated:
     """What is there of an evaluation, finished or not. Raises PdqError where there is none, or it is damaged."""
     kept = Evaluation.resume(directory)
-    return evaluated(kept.spec, kept.kept(), diary.read(directory))
+    return evaluated(kept.spec, kept.kept(), diary.read(directory), marks.read(directory))

@@ -9,13 +9,22 @@ import msgspec
 
 from pdq_tui.core.metrics import METRICS, MISSING, format_bytes
 from pdq_tui.core.policy import Policy
+from pdq_tui.core.roofline import evaluation_rooflines
+from pdq_tui.judge import risks as risk
+from pdq_tui.judge import rollback
+from pdq_tui.judge.deploy import Deployment
 from pdq_tui.judge.diary import Entry
+from pdq_tui.judge.marks import Marks
 from pdq_tui.judge.plan import STEPS, Spec
+from pdq_tui.judge.quality import FAIL, NOT_INFORMATIVE, UNSURE
 from pdq_tui.judge.scenarios import Card, cards
 from pdq_tui.judge.soak import words
-from pdq_tui.judge.verdict import Verdict, break_even_sentences
+from pdq_tui.judge.verdict import Verdict, break_even_sentences, verdicts
+from pdq_tui.report import deployment, freerun
 from pdq_tui.report.page import Page, Table
 from pdq_tui.report.pages import facts, formulas
+from pdq_tui.report.roofline import roofline_table
+from pdq_tui.report.way_back import limits_table, ramp_table
 
 Json = Mapping[str, Any]
 _MARKS: Final = {
@@ -37,16 +46,25 @@ LEGEND: Final = (
 )
 
 
-def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict, logged: Sequence[Entry] = ()) -> Page:
-    """``found``: what the finished steps said, by name; ``logged``: work that people did by hand."""
+def evaluation_page(
+    spec: Spec,
+    found: Mapping[str, Json],
+    v: Verdict,
+    logged: Sequence[Entry] = (),
+    marks: Marks | None = None,
+) -> Page:
+    """``found``: what the finished steps said, by name; ``logged``: work that people did by hand; ``marks``: what they said
+    of answers."""
+    marks = marks or {}
     about = f" about {v.staged}" if v.staged else ""
     region = f" ({v.region})" if v.region else ""
-    tables = [_gates(v)]
+    each = verdicts(spec, found)
+    tables = [*([_candidates(each)] if each else []), _gates(v)]
     if "bottleneck" in found:
         tables.append(_bottleneck(found["bottleneck"]))
     if "confirmation" in found:
         c = found["confirmation"]
-        tables += [_crossover(c), _ratios(c)]
+        tables += [_roofline(found), _crossover(c), _ratios(c)]
     for name, title in (
         ("quality", "quality held?"),
         ("small_quality", "quality held? (the small set alone)"),
@@ -57,6 +75,9 @@ def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict, logged: S
             break
     if "tasks" in found:
         tables.append(_tasks(found["tasks"]))
+        tables += filter(None, [freerun.agreement_table(found["tasks"], marks)])
+        if found["tasks"].get("lm_eval"):
+            tables.append(_lm_eval(found["tasks"]["lm_eval"]))
     if "confirmation" in found:
         tables.append(_map(found["confirmation"]))
     if "load" in found:
@@ -66,13 +87,22 @@ def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict, logged: S
     if "soak" in found:
         tables.append(_soak(found["soak"]))
     tables.append(_scenarios(cards(spec, found, v)))
+    deployed = deployment.of_evaluation(spec, found, deployment.subjects(found, v))
     if "conditions" in found:
-        tables.append(_cost(spec, found["conditions"]))
+        tables.append(_cost(spec, found["conditions"], deployed))
+    if deployed:
+        tables += [
+            deployment.deploy_table(deployed, found.get("confirmation", {})),
+            *filter(None, [deployment.command_table(deployed)]),
+        ]
+    back = rollback.plan(spec, found, v)
+    if back is not None:
+        tables += [limits_table(back), ramp_table(back)]
     if logged:
         tables.append(_logged(logged))
     if "logs" in found:
         tables.append(_logs(found["logs"]))
-    tables += [_confounders(spec, found), _steps(found)]
+    tables += [_confounders(spec, found), _risks(spec, found, logged), _steps(found)]
     return Page(
         title=f"Evaluation of {spec.model}",
         headline=f"{v.word}{about}{region}. {'. '.join(v.because)}.",
@@ -81,6 +111,7 @@ def evaluation_page(spec: Spec, found: Mapping[str, Json], v: Verdict, logged: S
         notes=_notes(found, v),
         formulas=formulas([*_SHOWN, "prefill_mfu", "mbu", "prefill_explained", "decode_explained"]),
         legend=LEGEND,
+        texts=freerun.side_by_side(found.get("tasks", {}), marks, v.staged),
     )
 
 
@@ -164,6 +195,14 @@ def _stage(name: str, ms: float, share: float, b: Json, use: str, explained: str
     known = MISSING if b.get(explained) is None else f"{b[explained]:.0%}"
     bound = MISSING if share >= 1 else f"×{1 / (1 - share):.2f}"
     return [name, f"{ms / 1e3:.2f} s", f"{share:.1%}", bound, used, known]
+
+
+def _roofline(found: Mapping[str, Json]) -> Table:
+    table = roofline_table(evaluation_rooflines(found))
+    table.title = (
+        "1. which limit does each stage run against? The roofline of every arm of the confirmation run"
+    )
+    return table
 
 
 def _crossover(c: Json) -> Table:
@@ -306,6 +345,46 @@ def _scenarios(found: Sequence[Card]) -> Table:
         rows=[[c.name, c.says, c.because] for c in found],
         left=3,
         footer=["each from what was measured alone; the verdict weighs your traffic"],
+    )
+
+
+def _lm_eval(found: Json) -> Table:
+    rows = []
+    for name, of in found["policies"].items():
+        for r in of:
+            f, ci = r["flips"], r["difference_ci95"]
+            if f is not None:
+                low, high = f["drop_ci95"]
+                told = [
+                    f"{-f['drop']:+.1%} [{-high:+.1%}, {-low:+.1%}]",
+                    f"{f['lost']} / {f['gained']}",
+                    f"{f['mcnemar_p']:.2g}",
+                ]
+            elif r["difference"] is not None:
+                told = [f"{r['difference']:+.4g}" + (f" [{ci[0]:+.4g}, {ci[1]:+.4g}]" if ci else ""), "", ""]
+            else:
+                told = [str(r["reason"]), "", ""]
+            figures = [MISSING if r[side] is None else f"{r[side]:.4g}" for side in ("base", "policy")]
+            rows.append([name, r["task"], r["metric"], str(r["documents"]), *figures, *told])
+    return Table(
+        title="3. quality held? lm-eval's tasks, through the staged views",
+        columns=[
+            "policy",
+            "task",
+            "metric",
+            "documents",
+            "base",
+            "policy's",
+            "difference",
+            "lost / gained",
+            "McNemar p",
+        ],
+        rows=rows,
+        left=3,
+        footer=[
+            f"at most {found['limit']} documents a task; a continuation is scored one token at a time under the decode view; "
+            "rolling perplexities are one pass under the prefill view. Shown, and no gate"
+        ],
     )
 
 
@@ -490,7 +569,7 @@ def _level(value: float, unit: str) -> str:
     return format_bytes(int(value)) if unit == "B" else f"{value:.2f} {unit}"
 
 
-def _cost(spec: Spec, c: Json) -> Table:
+def _cost(spec: Spec, c: Json, deployed: Sequence[Deployment]) -> Table:
     """Counted, not scored."""
     rows = []
     for policy in spec.policies:
@@ -508,6 +587,7 @@ def _cost(spec: Spec, c: Json) -> Table:
                 str(_settings(policy)),
                 str(len(kernels)),
                 str(sum(f.get("modules", 1) for f in c["fallbacks"].get(policy.name, []))),
+                deployment.steps_text(deployed, policy.name),
             ]
         )
     return Table(
@@ -521,12 +601,14 @@ def _cost(spec: Spec, c: Json) -> Table:
             "settings",
             "kernels",
             "fallbacks",
+            "steps to deploy / roll back",
         ],
         rows=rows,
         left=2,
         footer=[
             "settings: values of the policy that somebody has to keep; to version: its file, the kernel table, the checkpoint",
-            "deployment and roll-back were not tried; work is not estimated: `pdq-tui note --op TEXT --minutes M` logs it",
+            "steps are counted in the servers' tables, for the policy of the verdict and the best uniform (* for the nearest that "
+            "can be served); they were not tried. Work is not estimated: `pdq-tui note --op TEXT --minutes M` logs it",
         ],
     )
 
@@ -568,37 +650,41 @@ def _settings(policy: Policy) -> int:
 
 
 def _confounders(spec: Spec, found: Mapping[str, Json]) -> Table:
-    c = found.get("confirmation", {})
-    other = c.get("other_load")
-    load = "not seen by the sensors" if other is None else f"others had {other:.0%} of the CPU time (median)"
-    kv = sorted({p.kv.label for p in spec.policies})
-    drifted = sum("drifted" in w for w in c.get("warnings", []))
-    rows = [
-        ["allocation of resources", "one process, the same threads, policies take turns in blocks", load],
-        ["cache policy", f"KV cache {', '.join(kv)}" + (" in all policies" if len(kv) == 1 else ", by policy"), "excluded" if len(kv) == 1 else "not excluded"],
-        ["data size", "one prompt length, the built-in texts", "not excluded: one length"],
-        ["concurrency model", f"batch {spec.workload.batch}, one at a time", _loaded(found)],
-        [
-            "clocks and drift",
-            "mirrored blocks cancel a linear drift",
-            f"{drifted} figures drifted by more than 5 %" if c else "not reached",
-        ],
-        ["order of steps", "one engine process: weights and programs are those of the selection", "not excluded"],
-    ]  # fmt: skip
     return Table(
         title="what else could explain it",
-        columns=["confounder", "what was done", "state"],
-        rows=rows,
-        left=3,
+        columns=["confounder", "what was done", "state", "evidence"],
+        rows=[[r.name, r.about, r.state, r.evidence] for r in risk.confounders(spec, found)],
+        left=4,
     )
 
 
-def _loaded(found: Mapping[str, Json]) -> str:
-    points = found.get("load", {}).get("points", [])
-    if not points:
-        return "not excluded: no load test"
-    most = max((p["concurrency"] or 0 for p in points), default=0)
-    return f"load test up to concurrency {most}, by another engine"
+def _risks(spec: Spec, found: Mapping[str, Json], logged: Sequence[Entry]) -> Table:
+    return Table(
+        title="what it does not cover",
+        columns=["risk", "why it matters", "state", "evidence"],
+        rows=[[r.name, r.about, r.state, r.evidence] for r in risk.risks(spec, found, logged)],
+        left=4,
+    )
+
+
+def _candidates(found: Sequence[Verdict]) -> Table:
+    """A line a candidate: the page's headline is about the best of them."""
+    return Table(
+        title="each confirmed candidate",
+        columns=["candidate", "word", "where", "because", "failed or open"],
+        rows=[
+            [
+                v.staged or MISSING,
+                v.word,
+                v.region or "",
+                ". ".join(v.because),
+                ", ".join(g.name for g in v.gates if g.result in (FAIL, UNSURE, NOT_INFORMATIVE)) or "none",
+            ]
+            for v in found
+        ],
+        left=5,
+        footer=["each by the same gates; the word of the page is the best of these"],
+    )
 
 
 def _estimate(e: Json, form: str) -> str:

@@ -8,10 +8,12 @@ from typing import Any, Final
 import altair as alt
 
 from pdq_tui.core.metrics import METRICS
+from pdq_tui.core.roofline import evaluation_rooflines
 from pdq_tui.judge.matrix import SEPARABLE, Cell, stage_matrix
 from pdq_tui.judge.plan import Spec
 from pdq_tui.judge.soak import words
 from pdq_tui.report.figure import PLAIN, Figure, absent, rows, scales
+from pdq_tui.report.roofline_figure import roofline_figure
 
 Json = Mapping[str, Any]
 
@@ -29,6 +31,7 @@ def evaluation_figures(spec: Spec, found: Mapping[str, Json]) -> list[Figure]:
         _ratios(timing),
         _map(timing),
         _matrix(spec, timing),
+        roofline_figure(evaluation_rooflines(found)),
         _positions(quality),
         *_load(found.get("load")),
         *_soak(found.get("soak")),

@@ -23,6 +23,10 @@ _INK: Final = "#222222"
 _FAINT: Final = "#dddddd"
 #: Widths of words are those of the first of these that is here: what has no such font may need a little more room.
 _SANS: Final = "Arial, Liberation Sans, Helvetica, DejaVu Sans, sans-serif"
+#: A mark that has words of its own. A drawing without a script shows them where it is pointed at by a title only.
+_POINT: Final = re.compile(
+    r'<path((?: aria-label="([^"]*)" role="graphics-symbol" aria-roledescription="point")[^>]*)/>'
+)
 #: Numbers of an axis: 130, 0.7, 12000.
 PLAIN: Final = ".6~g"
 
@@ -62,7 +66,7 @@ def svg(chart: Any, width: int, name: str) -> str:
     for number, one in enumerate(dict.fromkeys(re.findall(r'\bid="([^"]+)"', text))):
         mine = f"{name}-{number}"
         text = text.replace(f'id="{one}"', f'id="{mine}"').replace(f"url(#{one})", f"url(#{mine})")
-    return text
+    return _POINT.sub(r"<path\1><title>\2</title></path>", text)
 
 
 def scales(labels: Sequence[str]) -> tuple[Any, Any, Any]:

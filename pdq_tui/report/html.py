@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Final
 
 from pdq_tui.report.figure import NARROW, WIDE, Figure, svg
-from pdq_tui.report.page import Formula, Page, Table
+from pdq_tui.report.page import Formula, Page, SideBySide, Table
 
 _SORT_FROM: Final = 3
 
@@ -41,6 +41,7 @@ def html(p: Page, figures: Sequence[Figure]) -> str:
             '<section><h2>Numbers</h2><p class="hint">A click on a heading sorts.</p>',
             *(_table(t) for t in p.tables),
             "</section>",
+            _texts(p.texts),
             _list("Notes", p.notes),
             _means(p.formulas, p.legend),
             "</main><footer>Made by pdq-tui. This file holds everything it shows.</footer>",
@@ -108,6 +109,30 @@ def _list(title: str, lines: Sequence[str]) -> str:
     return (
         f"<section><h2>{_e(title)}</h2><ul>{''.join(f'<li>{_e(line)}</li>' for line in lines)}</ul></section>"
     )
+
+
+def _texts(texts: Sequence[SideBySide]) -> str:
+    if not texts:
+        return ""
+    return f"<section><h2>Answers side by side</h2>{''.join(_pair(t) for t in texts)}</section>"
+
+
+def _pair(t: SideBySide) -> str:
+    """Both texts, what they share in a paler ink; the mark is a word as well as a colour."""
+    sides = "".join(
+        f'<div><h4>{_e(label)}</h4><p><span class="common">{_text(t.common)}</span>'
+        f"{f'<mark>▸</mark>{_text(rest)}' if any(t.rest) else ''}</p></div>"
+        for label, rest in zip(t.labels, t.rest, strict=True)
+    )
+    return f'<div class="answers"><h3>{_e(t.title)}</h3><p class="word">{_e(t.word)}</p><div class="pair">{sides}</div></div>'
+
+
+def _text(text: str) -> str:
+    """What a model wrote, with its line breaks and blanks; other control characters as their pictures."""
+    shown = "".join(
+        c if c.isprintable() or c == "\n" else chr(0x2400 + ord(c)) if ord(c) < 32 else "�" for c in text
+    )
+    return escape(shown.encode("utf-8", "replace").decode("utf-8"), quote=True)
 
 
 def _means(formulas: Sequence[Formula], legend: str) -> str:

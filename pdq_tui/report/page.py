@@ -18,6 +18,16 @@ class Table(msgspec.Struct, kw_only=True):
     footer: list[str] = msgspec.field(default_factory=list)
 
 
+class SideBySide(msgspec.Struct, frozen=True, kw_only=True):
+    """Two texts that begin alike: ``common``, then what each goes on with. ``word``: where and whether they part."""
+
+    title: str
+    labels: tuple[str, str]
+    common: str
+    rest: tuple[str, str]
+    word: str
+
+
 class Formula(msgspec.Struct, frozen=True, kw_only=True):
     short: str
     name: str
@@ -27,7 +37,8 @@ class Formula(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page(msgspec.Struct, kw_only=True):
-    """``headline``: the one sentence to read if no other is read. ``facts``: (name, value) of the conditions.
+    """``headline``: the one sentence to read if no other is read. ``facts``: (name, value) of the conditions. ``texts``:
+    in full where a form has the room; a table among ``tables`` tells of them too.
     ``legend``: how the page's signs and words are to be read."""
 
     title: str
@@ -37,3 +48,4 @@ class Page(msgspec.Struct, kw_only=True):
     notes: list[str]
     formulas: list[Formula]
     legend: str
+    texts: list[SideBySide] = []

@@ -8,7 +8,9 @@ from typing import Any, Final
 
 from pdq_tui.core.document import DECODE_KEYS, PREFILL_KEYS
 from pdq_tui.core.metrics import METRICS, MISSING, counted, format_bytes
+from pdq_tui.core.roofline import Roofline, document_rooflines
 from pdq_tui.core.stats import UNSURE, Summary
+from pdq_tui.report.answers import answers_tables, side_by_side
 from pdq_tui.report.cells import (
     ARROWS,
     DELTA,
@@ -24,6 +26,7 @@ from pdq_tui.report.cells import (
     value_text,
 )
 from pdq_tui.report.page import Formula, Page, Table
+from pdq_tui.report.roofline import roofline_table
 from pdq_tui.store.compare import PAIRED, UNPAIRED, Comparison, Side
 from pdq_tui.store.figures import FIGURES
 from pdq_tui.store.setup import BY_POLICY, DIFFERS, OK, SPEED, UNKNOWN, SetupCheck, kernels
@@ -56,7 +59,8 @@ def comparison_page(c: Comparison, *, diff_only: bool = False) -> Page:
     if len(c.candidates) > 1:
         tables.append(_overview(c, diff_only))
     tables += [_pair(c, side, diff_only) for side in c.candidates]
-    tables.append(_setup(c))
+    placed, unplaced = _roofline([] if diff_only else c.rooflines)
+    tables += [*placed, *([] if diff_only else answers_tables(c)), _setup(c)]
     shown = list(dict.fromkeys(r.metric for r in c.rows if r.different or not diff_only))
     return Page(
         title=f"{', '.join(s.label for s in c.candidates)} against {c.reference.label}",
@@ -68,9 +72,10 @@ def comparison_page(c: Comparison, *, diff_only: bool = False) -> Page:
             ("smallest effect that matters", f"{c.min_effect * 100:g} %"),
         ],
         tables=tables,
-        notes=[*c.notes, HOLDS],
+        notes=[*c.notes, *unplaced, HOLDS],
         formulas=formulas(shown),
         legend=LEGEND,
+        texts=side_by_side(c),
     )
 
 
@@ -207,13 +212,18 @@ def document_page(doc: Json) -> Page:
     """A run's (or a snapshot's) contract document."""
     arms = [a for a in doc.get("arms", []) if isinstance(a, Mapping)]
     labels = [str(a.get("label")) for a in arms]
+    placed, unplaced = _roofline(document_rooflines(doc))
     return Page(
         title=f"pdq-tui run {doc.get('run') or ''}".strip(),
         headline=" ".join(_ratio_sentence(r) for r in doc.get("ratios", []) if r.get("metric") == "e2e_ms")
         or f"{', '.join(labels) or 'no arm'}: no comparison in this run.",
         facts=[*facts(doc), *(("note", note) for note in doc.get("notes", []) if note)],
-        tables=[_arms_table(arms, labels), *_ratio_tables(doc)],
-        notes=[*doc.get("warnings", []), HOLDS],
+        tables=[
+            _arms_table(arms, labels),
+            *_ratio_tables(doc),
+            *placed,
+        ],
+        notes=[*doc.get("warnings", []), *unplaced, HOLDS],
         formulas=formulas(
             [*PREFILL_KEYS.values(), *DECODE_KEYS.values(), "itl_ms", "e2e_ms", "handoff_ms", *FIGURES]
         ),
@@ -337,6 +347,14 @@ def _difference(r: Json) -> str:
 
 
 # -- what both have ----------------------------------------------------------------------------------------------------
+
+
+def _roofline(lines: Sequence[Roofline]) -> tuple[list[Table], list[str]]:
+    """The table, or the note why there is none: rows of nothing tell nothing."""
+    if any(line.points for line in lines):
+        return [roofline_table(lines)], []
+    reasons = dict.fromkeys(why for line in lines for why in line.missing.values())
+    return [], [f"no roofline: {'; '.join(reasons)}"] if reasons else []
 
 
 def facts(doc: Json) -> list[tuple[str, str]]:

@@ -9,9 +9,11 @@ from typing import Any, Final
 import altair as alt
 
 from pdq_tui.core.metrics import METRICS
+from pdq_tui.core.roofline import document_rooflines
 from pdq_tui.core.stats import quantile
 from pdq_tui.report.cells import about
 from pdq_tui.report.figure import PLAIN, Figure, absent, rows, scales
+from pdq_tui.report.roofline_figure import roofline_figure
 from pdq_tui.report.samples import Samples
 from pdq_tui.store.compare import Comparison
 from pdq_tui.store.setup import SPEED
@@ -34,7 +36,7 @@ def comparison_figures(c: Comparison, samples: Sequence[Samples]) -> list[Figure
             ci = None if row.ci95 is None else [1 + bound / 100 for bound in row.ci95]
             label = next(s.label for s in c.candidates if s.id == row.candidate)
             drawn.append(_bar(label, row.metric, 1 + row.percent / 100, ci, row.judgement))
-    return [_ratios(drawn, c.reference.label), *sample_figures(samples)]
+    return [_ratios(drawn, c.reference.label), roofline_figure(c.rooflines), *sample_figures(samples)]
 
 
 def document_figures(doc: Json, samples: Sequence[Samples]) -> list[Figure]:
@@ -44,7 +46,7 @@ def document_figures(doc: Json, samples: Sequence[Samples]) -> list[Figure]:
         if r.get("ratio") is not None
     ]
     reference = next((r["reference"] for r in doc.get("ratios", [])), "")
-    found = sample_figures(samples)
+    found = [roofline_figure(document_rooflines(doc)), *sample_figures(samples)]
     return [_ratios(drawn, str(reference)), *found] if reference else found
 
 

@@ -39,6 +39,7 @@ _ASCII: Final = {
     "─": "-",
     "≥": ">=",
     "…": "...",
+    "⏎": "\\n",
 }
 
 
@@ -90,6 +91,9 @@ def to_json(source: Source) -> bytes:
     if not isinstance(source, Comparison):
         return strict_json(source)
     body = {"schema": 1, "kind": "pdq-tui comparison", **msgspec.to_builtins(source)}
+    for line in body["rooflines"]:
+        if line["roof"]["read_gbps"] is None:
+            line["roof"]["read_gbps_reason"] = "no read peak was measured"
     for row in body["rows"]:
         why = row.get("reason") or "has none"
         for key in ("delta", "delta_ci95", "percent", "ci95"):

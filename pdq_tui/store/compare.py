@@ -18,7 +18,9 @@ from pdq_tui.core.document import ALONE, SHARED
 from pdq_tui.core.metrics import MEMORY_METRICS, METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, ratios
 from pdq_tui.core.policy import STAGES
+from pdq_tui.core.roofline import Roofline, arm_roofline
 from pdq_tui.core.stats import UNSURE, Interval, Ratio, Summary, judge
+from pdq_tui.core.texts import Answers, compared_answers
 from pdq_tui.errors import PdqError
 from pdq_tui.store.figures import FIGURES, Figure
 from pdq_tui.store.series import no_collecting
@@ -85,7 +87,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """``setup`` and ``rows`` of all candidates in their order; ``setup_of`` and ``rows_of`` pick one's."""
+    """``setup`` and ``rows`` of all candidates in their order; ``setup_of`` and ``rows_of`` pick one's. ``rooflines``: one
+    a column, the reference first. ``answers``: candidate → its answers beside the reference's."""
 
     reference: Side
     candidates: list[Side]
@@ -94,6 +97,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     min_effect: float
     conditions: dict[str, Any]
     notes: list[str]
+    rooflines: list[Roofline] = []
+    answers: dict[str, list[Answers]] = {}
 
     def setup_of(self, candidate: str) -> list[SetupCheck]:
         return [c for c in self.setup if c.candidate == candidate]
@@ -125,6 +130,7 @@ def compare(
     checks: list[SetupCheck] = []
     rows: list[Row] = []
     notes: list[str] = []
+    answered: dict[str, list[Answers]] = {}
     for candidate, side in zip(candidates, sides[1:], strict=True):
         paired = _paired(reference, candidate)
         mine = setup_checks(reference, candidate, paired=paired)
@@ -142,6 +148,7 @@ def compare(
         checks += mine
         rows += _rows(reference, candidate, mine, paired, min_effect)
         notes += _notes(reference, candidate, side, paired)
+        answered[candidate.id] = compared_answers(reference.requests, candidate.requests)
     notes += [
         f"{side.label}: {w.removeprefix(f'{s.label}: ')}"
         for s, side in zip(snapshots, sides, strict=True)
@@ -159,6 +166,11 @@ def compare(
             for key in ("tool", "python", "host", "device", "driver", "libraries", "model", "workload")
         },
         notes=list(dict.fromkeys(notes)),
+        rooflines=[
+            arm_roofline(s.arm, s.part("device"), side.label)
+            for s, side in zip(snapshots, sides, strict=True)
+        ],
+        answers=answered,
     )
 
 

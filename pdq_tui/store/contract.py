@@ -32,6 +32,8 @@ class _Prefill(msgspec.Struct):
     tokens_per_s: _Summary | None = None
     mfu: _Summary | None = None
     explained: _Summary | None = None
+    bytes: _Number = None
+    flops: dict[str, float] | None = None
     peak_bytes: _Number = None
 
 
@@ -44,6 +46,7 @@ class _Decode(msgspec.Struct):
     mbu: _Summary | None = None
     explained: _Summary | None = None
     bytes_per_step: _Number = None
+    flops: dict[str, float] | None = None
     peak_bytes: _Number = None
 
 

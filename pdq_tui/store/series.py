@@ -80,6 +80,7 @@ REQUESTS: Final[Schema] = {
     "nonfinite_stage": _S,
     "nonfinite_step": _I,
     "text": _S,
+    "token_ids": pl.List(_I),
     "tokens_sha256": _S,
     "host_start_ns": _I,
     "host_end_ns": _I,
@@ -170,9 +171,16 @@ def frame(rows: Sequence[Mapping[str, Any]], schema: Schema) -> pl.DataFrame:
 
 
 def requests_frame(requests: Sequence[p.Request]) -> pl.DataFrame:
+    """Token ids stay only with the first request of an answer: the others' ``tokens_sha256`` finds them, and a long run
+    repeats few answers often."""
     rows = []
+    written: set[str] = set()
     for number, r in enumerate(requests):
         row: dict[str, Any] = {"row": number} | {c: getattr(r, c) for c in REQUESTS if hasattr(r, c)}
+        if not r.token_ids or r.tokens_sha256 in written:
+            row["token_ids"] = None
+        elif r.tokens_sha256 is not None:
+            written.add(r.tokens_sha256)
         for stage in ("prefill_flops", "decode_flops"):
             row[stage] = [{"dtype": k, "flops": _clean(v)} for k, v in getattr(r, stage).items()]
         row["nonfinite_stage"] = r.nonfinite.stage if r.nonfinite else None

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -55,6 +56,8 @@ class LiveLike(Protocol):
     def start_loop(self) -> None: ...
     def stop(self) -> None: ...
     def trace(self, arm: str, steps: int = 4) -> None: ...
+
+    def measure_energy(self, arms: Sequence[str]) -> None: ...
     def restart_engine(self) -> None: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
@@ -210,7 +213,47 @@ class PdqApp(App[int]):
         a, b = self.options.a, self.options.b
         if a is None or b is None:
             raise ValueError("a model was given without policies for both arms")
-        self.session.start(load, a, b, self.options.workload, loop=not self.readonly)
+
+        def start(loop: bool) -> None:
+            self.session.start(load, a, b, self.options.workload, loop=loop)
+
+        if self.readonly:
+            start(False)
+        else:
+            self.unless_evaluating("the workload", partial(start, True), partial(start, False))
+
+    def unless_evaluating(
+        self, what: str, act: Callable[[], None], instead: Callable[[], None] | None = None
+    ) -> None:
+        """``act``, unless an evaluation of this folder runs: ``what`` beside it would spoil what both measure. Then a
+        sentence says so, with the way out, and ``instead`` is done."""
+        # Mostly there is none: then nothing of the evaluation's room is imported for it.
+        if any(self.evaluations_dir.glob("*/running.json")):
+            self._unless(what, act, instead)
+        else:
+            act()
+
+    @property
+    def evaluations_dir(self) -> Path:
+        return self.runs_dir.parent / "evaluations"
+
+    @work(thread=True, group="evaluating")
+    def _unless(self, what: str, act: Callable[[], None], instead: Callable[[], None] | None) -> None:
+        from pdq_tui.judge import watching
+
+        found = watching.running_in(self.evaluations_dir)
+        if found is None:
+            self.call_from_thread(act)
+            return
+        place, step = found
+        self.session.note(
+            "warn",
+            f"{what} is not started: the evaluation {place.name} runs ({step}), and each would spoil the other's figures",
+            "4 shows it and r there stops it (what is done stays); r here starts the workload afterwards",
+        )
+        if instead is not None:
+            self.call_from_thread(instead)
+        self.call_from_thread(self._redraw)
 
     @work(thread=True, group="fetch")
     def _fetch_demo(self, load: Load) -> None:
@@ -415,6 +458,7 @@ def scopes() -> list[list[Binding]]:
         ask,
         compare,
         compare_detail,
+        compare_texts,
         export,
         kernels,
         lines,
@@ -423,6 +467,7 @@ def scopes() -> list[list[Binding]]:
         policies,
         replay,
         verdict,
+        verdict_answers,
         verdict_evidence,
     )
     from pdq_tui.tui import help as helping
@@ -443,14 +488,17 @@ def scopes() -> list[list[Binding]]:
         ask.Pick,
         ask.Write,
         compare_detail.RowDetail,
+        compare_texts.TextsDialog,
         export.ExportDialog,
         helping.HelpScreen,
         verdict_evidence.Evidence,
     )
+    answers = of(verdict_answers.AnswersDialog, compare_texts.TextsDialog, lines.LineList)
     return [
         [*keys.LIVE, *app],
         *([*of(screen, lines.LineList, page.Page), *app] for screen in screens),
         *(of(dialog, lines.LineList) for dialog in dialogs),
+        answers,
     ]
 
 

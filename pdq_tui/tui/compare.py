@@ -16,6 +16,7 @@ from pdq_tui.tui import compare_rows
 from pdq_tui.tui.compare_detail import RowDetail
 from pdq_tui.tui.compare_picks import Picks
 from pdq_tui.tui.compare_spread import Samples, samples, spread_lines
+from pdq_tui.tui.compare_texts import TextsDialog
 from pdq_tui.tui.copying import copy_text
 from pdq_tui.tui.export import ExportDialog
 from pdq_tui.tui.keys import bound
@@ -53,6 +54,9 @@ class CompareScreen(Page):
         bound("enter", "detail", "Detail", "compare.detail", "formula, why, blocks and distribution"),
         bound("left_square_bracket", "pair(-1)", "Pair", "compare.prev", "previous candidate"),
         bound("right_square_bracket", "pair(1)", "Pair", "compare.next", "next candidate"),
+        bound(
+            "t", "texts", "Texts", "compare.texts", "both sides' answers to the same prompts, side by side"
+        ),
         bound("y", "copy", "Copy row", "compare.copy", "send this row to the terminal's clipboard"),
         bound("e", "export", "Export", "compare.export", "write this comparison to files"),
     ]
@@ -340,6 +344,18 @@ class CompareScreen(Page):
         row = self.row
         if row is not None and self.comparison is not None:
             self.app.push_screen(RowDetail(self.comparison, row, self._samples(row)))
+
+    def action_texts(self) -> None:
+        found = self.comparison
+        if found is None:
+            self.say("no comparison yet: space picks two or more snapshots")
+            return
+        side = found.candidates[self.pair]
+        pairs = found.answers.get(side.id, [])
+        if not pairs:
+            self.say("no prompt was answered by both with its text recorded")
+            return
+        self.app.push_screen(TextsDialog(pairs, (found.reference.label, side.label)))
 
     def on_line_list_chosen(self, event: LineList.Chosen) -> None:
         if event.lines.id == "snapshots":

@@ -18,7 +18,7 @@ from pdq_tui.host import begun, demo
 from pdq_tui.judge.evaluation import Evaluation
 from pdq_tui.judge.plan import PLANS, STAGED, UNIFORM, Spec
 from pdq_tui.judge.traffic import Shape
-from pdq_tui.judge.watching import PROGRESS
+from pdq_tui.judge.watching import PROGRESS, Mark
 
 
 def make_spec(load: Load, arms: Iterable[Policy], workload: Workload, plan: str, min_effect: float) -> Spec:
@@ -59,4 +59,7 @@ def begin(spec: Spec, folder: Path) -> tuple[Path, subprocess.Popen[bytes]]:
 
 def go_on(place: Path) -> subprocess.Popen[bytes]:
     """What is not done of the evaluation in ``place``. Raises PdqError."""
-    return begun.begin(["evaluate", "--resume", "--dir", str(place)], place / PROGRESS)
+    child = begun.begin(["evaluate", "--resume", "--dir", str(place)], place / PROGRESS)
+    # It imports for seconds before it says so itself, and nothing may run beside it from now on.
+    Mark(place, child.pid).step("starting", None)
+    return child

@@ -48,6 +48,12 @@ def note_rows(view: SessionView, width: int, height: int, look: Look) -> list[Ro
     for text in (view.run_text, view.journal_text):
         if text:
             rows.append(clip([(f" ! {look.foreign(text)}", "bad")], width))
+    guard = guard_words(view)
+    if guard is not None:
+        words, role = guard
+        rows.append(
+            clip([(f" ! {look.foreign(words)}" if role == "bad" else f" {look.own(words)}", role)], width)
+        )
     for note in reversed(view.notes[-height:] if height > 0 else ()):
         mark, role = {"warn": ("! ", "warn"), "error": (look.own("✗ "), "bad")}.get(note.level, ("", ""))
         text = look.foreign(note.text)
@@ -55,6 +61,23 @@ def note_rows(view: SessionView, width: int, height: int, look: Look) -> list[Ro
             text += f" - {look.foreign(note.hint)}"
         rows.append(clip([(f" {note.clock}  ", "dim"), (f"{mark}{text}", role)], width))
     return rows[: max(height, 0)]
+
+
+def guard_words(view: SessionView) -> tuple[str, str] | None:
+    """One sentence on what the guard has seen, and the role to say it in; None where nothing is guarded."""
+    g = view.guard
+    if g is None or not (g.every or g.text):
+        return None
+    if g.text:
+        return g.text, "bad"
+    head = f"guard: 1 of {g.every} requests of A re-scored by B"
+    if g.last is None:
+        return f"{head}; none so far", "dim"
+    if g.last.kld is None:
+        return f"{head}; the last could not be: {g.last.reason or 'no figure'}", "warn"
+    mean = g.last.kld if g.mean is None else g.mean
+    same = "" if g.last.same_top1 is None else f", same top-1 {g.last.same_top1:.0%}"
+    return f"{head}; KLD {mean:.3g} nats (limit {g.limit:g}){same}, {g.checks} checks", "dim"
 
 
 def bottom_rows(

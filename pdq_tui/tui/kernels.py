@@ -16,11 +16,12 @@ from textual.widgets import Static
 from pdq_tui.core import tracing
 from pdq_tui.core.metrics import format_bytes
 from pdq_tui.core.protocol import DeviceInfo, StageTrace, Traced
-from pdq_tui.core.roofline import Roof, RoofPoint, roof_point
+from pdq_tui.core.roofline import Roof, RoofPoint, arm_roofline, roof_point
 from pdq_tui.host.view import ArmView, SessionView
 from pdq_tui.tui.chart import Chart
 from pdq_tui.tui.lines import Line, LineList, drawn, fit, is_ascii, literal
 from pdq_tui.tui.page import Page
+from pdq_tui.tui.panels import ago
 from pdq_tui.tui.roofline_plot import RoofPicture, draw_roof, signs
 
 #: Snapshots of this run that are drawn, the last ones.
@@ -161,7 +162,13 @@ class KernelsScreen(Page):
                 line
                 for arm in sorted(view.arms)
                 for line in arm_lines(
-                    arm, view.arms[arm], current.get(arm), self.categories, width, self.wanted
+                    arm,
+                    view.arms[arm],
+                    current.get(arm),
+                    self.categories,
+                    width,
+                    self.wanted,
+                    view.trace_ages_s.get(arm),
                 )
             ]
         box.set_lines(
@@ -186,13 +193,12 @@ class KernelsScreen(Page):
         points = [*live, *stored]
         roles = {"A": "a", "B": "b"}
         self._points = [
-            (sign, roles.get(p.label.split()[0], "c"), p)
-            for sign, p in zip(signs(points), points, strict=True)
+            (sign, roles.get(p.label, "c"), p) for sign, p in zip(signs(points), points, strict=True)
         ]
         box = self.query_one("#points", LineList)
         width = max(20, box.size.width - 5)
         lines = [
-            Line.of(fit(point_line(p, self._roof), width).rstrip(), key=p.label) for _, _, p in self._points
+            Line.of(fit(point_line(p, self._roof), width).rstrip(), key=p.name) for _, _, p in self._points
         ]
         box.set_lines(
             [Line(tuple((drawn(self.app, t), r) for t, r in line.parts), line.key) for line in lines]
@@ -209,9 +215,9 @@ class KernelsScreen(Page):
 
     def _show_choice(self) -> None:
         box = self.query_one("#points", LineList)
-        chosen = next((p for _, _, p in self._points if p.label == box.key), None)
+        chosen = next((p for _, _, p in self._points if p.name == box.key), None)
         self.query_one("#roof", RooflineChart).plot(
-            RoofPicture(self._roof, tuple(self._points), None if chosen is None else chosen.label)
+            RoofPicture(self._roof, tuple(self._points), None if chosen is None else chosen.name)
         )
         text = "" if chosen is None else point_text(chosen, self._roof)
         self.query_one("#point", Static).update(drawn(self.app, literal(text)))
@@ -233,10 +239,23 @@ class KernelsScreen(Page):
         if arm is None or arm.ready is None or view.workload is None:
             self.say(f"arm {view.active} is not ready yet: nothing to profile")
             return
-        self._session().trace(view.active)
-        self.say(
-            f"profiling a burst of arm {view.active}, between two requests; a or b in 1 Live chooses the other arm"
-        )
+
+        def profile() -> None:
+            self._session().trace(view.active)
+            self.say(
+                f"profiling a burst of arm {view.active}, between two requests; a or b in 1 Live chooses the other arm"
+            )
+
+        def refused() -> None:
+            self.say(
+                "an evaluation runs, and a burst beside it would spoil its figures: 4 shows it, r there stops it"
+            )
+
+        unless: Any = getattr(self.app, "unless_evaluating", None)
+        if unless is None:
+            profile()
+        else:
+            unless("the burst", profile, refused)
 
     def action_pane(self) -> None:
         self.toggle_class("-roofline")
@@ -279,11 +298,18 @@ def _of_now(t: Traced, arm: ArmView | None) -> bool:
 
 
 def arm_lines(
-    arm: str, view: ArmView, traced: Traced | None, categories: bool, width: int, wanted: str
+    arm: str,
+    view: ArmView,
+    traced: Traced | None,
+    categories: bool,
+    width: int,
+    wanted: str,
+    age_s: float | None = None,
 ) -> list[Line]:
-    """One arm's kernels by stage; without a burst what its coverage names."""
+    """One arm's kernels by stage, and the age of the burst that showed them; without one what its coverage names."""
     policy = view.ready.policy.name if view.ready is not None else "not ready"
-    lines = [Line.of(fit(literal(f"{arm}  {policy}"), width).rstrip(), "head")]
+    when = f"  burst {ago(age_s)}" if traced is not None and age_s is not None else ""
+    lines = [Line.of(fit(literal(f"{arm}  {policy}{when}"), width).rstrip(), "head")]
     if traced is None:
         for name in _STAGES:
             covered = view.ready.coverage.get(name) if view.ready is not None else None
@@ -340,7 +366,7 @@ def stage_lines(arm: str, stage: StageTrace, categories: bool, width: int, wante
 
 
 _KINDS = {
-    tracing.GEMM: "GEMM", tracing.GEMV: "GEMV", "dequantize": "dequant", "quantize": "quant", "attention": "attn",
+    tracing.LAYER: "layer", tracing.GEMM: "GEMM", tracing.GEMV: "GEMV", "dequantize": "dequant", "quantize": "quant", "attention": "attn",
     "norm/rope/elementwise": "elemw", "sampling": "sample",
 }  # fmt: skip
 
@@ -419,12 +445,8 @@ def arm_points(arm: str, view: ArmView) -> list[RoofPoint]:
         for s, m in (("prefill", "prefill_ms"), ("decode", "decode_step_ms"))
     }
     found = (
-        roof_point(
-            f"{arm} prefill", "prefill", policy, last.prefill_bytes, last.prefill_flops, times["prefill"]
-        ),
-        roof_point(
-            f"{arm} decode", "decode", policy, last.bytes_per_step, last.decode_flops, times["decode"]
-        ),
+        roof_point(arm, "prefill", policy, last.prefill_bytes, last.prefill_flops, times["prefill"]),
+        roof_point(arm, "decode", policy, last.bytes_per_step, last.decode_flops, times["decode"]),
     )
     return [p for p in found if p is not None]
 
@@ -433,23 +455,14 @@ def snapshot_points(run_dir: Path, name: str) -> list[RoofPoint]:
     """Prefill and decode of one snapshot of this run; nothing where it cannot be read."""
     try:
         body = json.loads((run_dir / "snapshots" / name / "manifest.json").read_text(encoding="utf-8"))
-        arm = body["arm"]
-        prefill, decode = arm["prefill"], arm["decode"]
-        label = f"{int(name)}"
-        found = (
-            roof_point(f"{label} prefill", "prefill", str(arm["policy"]), prefill.get("bytes"), prefill.get("flops"),
-                       (prefill.get("prefill_ms") or {}).get("median")),
-            roof_point(f"{label} decode", "decode", str(arm["policy"]), decode.get("bytes_per_step"),
-                       decode.get("flops"), (decode.get("step_ms") or {}).get("median")),
-        )  # fmt: skip
+        return list(arm_roofline(body["arm"], None, str(int(name))).points)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
-    return [p for p in found if p is not None]
 
 
 def point_line(p: RoofPoint, roof: Roof) -> str:
     bound = p.bound(roof)
-    return f"{p.label:<10} {p.intensity:>7.3g} F/B {p.tflops:>7.3g} TF/s  {f'{bound}-bound' if bound else 'n/a: no peaks'}"
+    return f"{p.name:<10} {p.intensity:>7.3g} F/B {p.tflops:>7.3g} TF/s  {f'{bound}-bound' if bound else 'n/a: no peaks'}"
 
 
 def point_text(p: RoofPoint, roof: Roof) -> str:
@@ -457,4 +470,4 @@ def point_text(p: RoofPoint, roof: Roof) -> str:
     ridge = roof.ridge(p.dtype)
     side = f"; {p.dtype} turns compute-bound at {ridge:.3g} FLOP/byte" if ridge is not None else ""
     each = ", ".join(f"{f / 1e9:.3g} GFLOP {d}" for d, f in p.flops.items())
-    return f"{p.label} ({p.policy}): {format_bytes(p.bytes)}, {each}, {p.ms:.3g} ms: {p.gbps:.3g} GB/s{side}"
+    return f"{p.name} ({p.policy}): {format_bytes(p.bytes)}, {each}, {p.ms:.3g} ms: {p.gbps:.3g} GB/s{side}"

@@ -106,6 +106,13 @@ LIVE: Final[tuple[Binding, ...]] = (
     bound("p", "stage('prefill')", "Prefill", "live.prefill", "what the active arm does in prefill"),
     bound("d", "stage('decode')", "Decode", "live.decode", "what the active arm does in decode"),
     bound("v", "kv", "KV", "live.kv", "what the active arm does with the KV cache"),
+    bound(
+        "J",
+        "energy",
+        "Energy",
+        "live.energy",
+        "joules a token by stage: loops of one stage for 6 s each, half a minute",
+    ),
     bound("s", "snapshot", "Snap", "live.snapshot", "save what the active arm has measured"),
     bound("S", "snapshot_note", "Snap+note", "live.snapshot_note", "snapshot with a note"),
     bound("space", "freeze", "Pause", "live.freeze", "freeze the display only; recording goes on"),
@@ -126,9 +133,20 @@ LIVE: Final[tuple[Binding, ...]] = (
 CHANGING: Final = frozenset(
     {
         "interrupt",
-        *("run", "restart", "arm", "interleave", "stage", "kv", "snapshot", "snapshot_note"),  # live
+        *(
+            "run",
+            "restart",
+            "energy",
+            "arm",
+            "interleave",
+            "stage",
+            "kv",
+            "snapshot",
+            "snapshot_note",
+        ),  # live
         *("apply", "write", "delete"),  # policies
         "plan",  # verdict
+        "mark",  # answers of a verdict
         "trace",  # kernels
     }
 )

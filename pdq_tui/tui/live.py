@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -162,7 +163,7 @@ class LiveScreen(Screen[None]):
         if view.running or view.wants_loop:
             self.pdq.session.stop()
         else:
-            self.pdq.session.start_loop()
+            self.pdq.unless_evaluating("the workload", self.pdq.session.start_loop)
         self.redraw(charts=False)
 
     def action_restart(self) -> None:
@@ -221,6 +222,24 @@ class LiveScreen(Screen[None]):
 
     def _no_policy(self, arm: str) -> None:
         self.pdq.session.note("warn", f"arm {arm} has no policy yet")
+        self.redraw(charts=False)
+
+    def action_energy(self) -> None:
+        """Energy by stage of the active arm, or of both while they alternate; a sentence where it cannot be counted."""
+        view = self.now()
+        arms = [a for a in self._measured_arms() if a in view.arms and view.arms[a].ready is not None]
+        if view.energy_missing is not None:
+            self.pdq.session.note("warn", f"no energy by stage: {view.energy_missing}")
+        elif not arms or view.workload is None:
+            self.pdq.session.note("warn", f"arm {view.active} is not ready yet: no energy to measure")
+        else:
+            self.pdq.unless_evaluating("measuring energy", partial(self._measure_energy, arms))
+        self.redraw(charts=False)
+
+    def _measure_energy(self, arms: list[str]) -> None:
+        self.pdq.session.measure_energy(arms)
+        told = f"energy by stage of arm {' and '.join(arms)}: half a minute each, apart from all figures"
+        self.pdq.session.note("info", told)
         self.redraw(charts=False)
 
     def action_snapshot(self) -> None:

@@ -51,7 +51,11 @@ class Drawing:
             panel = self._rows(stage)
             if panel.display:
                 rows = panels.stage_rows(view, stage, panel.size.width, look, readonly=readonly)
-                panel.show(rows, panels.stage_title(view, stage, look), panels.stage_subtitle(view, stage))
+                panel.show(
+                    rows,
+                    panels.stage_title(view, stage, look),
+                    panels.stage_subtitle(view, stage, panel.size.width - 4),
+                )
         for name in ("device", "side"):
             panel = self._rows(name)
             if panel.display:
@@ -62,6 +66,7 @@ class Drawing:
             stages.show(
                 panels.both_rows(view, stages.size.width, look, readonly=readonly),
                 f"STAGES  {words}".rstrip(),
+                panels.burst_subtitle(view, stages.size.width - 4),
             )
 
     def charts(

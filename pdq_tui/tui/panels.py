@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdq_tui.core.metrics import METRICS, counted
+from pdq_tui.core.metrics import METRICS, MISSING, counted
 from pdq_tui.core.policy import STAGES, Policy, Stage
 from pdq_tui.core.stats import Ratio, Summary
 from pdq_tui.host.view import ArmView, SessionView
@@ -71,12 +71,65 @@ def live_words(view: SessionView, look: Look) -> str:
     return look.own("● ") + f"token {view.live_tokens}{wanted}"
 
 
-def stage_subtitle(view: SessionView, stage: Stage) -> str:
-    """What the panel's figures rest on."""
-    if stage == "prefill":
-        return "device time"
+def stage_subtitle(view: SessionView, stage: Stage, width: int) -> str:
+    """What the panel's figures rest on; before that, where they are there and ``width`` cells hold them, the last energy
+    burst's joules a token and the last profiled burst's age."""
     peak = view.device.read_peak_gbps if view.device else None
-    return f"MBU of {peak:.4g} GB/s read peak" if peak else "no read peak measured"
+    if stage == "prefill":
+        base = "device time"
+    else:
+        base = f"MBU of {peak:.4g} GB/s read peak" if peak else "no read peak measured"
+    energy = energy_words(view, stage)
+    burst = burst_words(view) if stage == "prefill" else ""
+    forms = (
+        (energy, burst, base),
+        (energy, burst),
+        (energy, base),
+        (energy,),
+        (burst, base),
+        (burst,),
+        (base,),
+    )
+    wanted = [" · ".join(part for part in form if part) for form in forms if form[0]]
+    return next((text for text in wanted if len(text) <= width), base)
+
+
+def energy_words(view: SessionView, stage: Stage) -> str:
+    """ "J/tok A 0.011 B 0.016 34 s ago": of the policies that run now; ! where stages and whole requests disagree."""
+    found, ages = [], []
+    for name in ("A", "B"):
+        arm, energy = view.arms.get(name), view.energy.get(name)
+        if energy is None or arm is None or arm.ready is None or arm.ready.policy.digest != energy.digest:
+            continue
+        joules = energy.taken.prefill_j if stage == "prefill" else energy.taken.decode_j
+        found.append(
+            f"{name} {MISSING if joules is None else f'{joules:.2g}'}{'!' if energy.taken.flagged else ''}"
+        )
+        ages.append(energy.age_s)
+    return f"J/tok {' '.join(found)} {ago(max(ages))}" if found else ""
+
+
+def burst_words(view: SessionView) -> str:
+    """ "burst A 34 s ago": the last one under the profiler."""
+    if not view.trace_ages_s:
+        return ""
+    arm = min(view.trace_ages_s, key=lambda a: view.trace_ages_s[a])
+    return f"burst {arm} {ago(view.trace_ages_s[arm])}"
+
+
+def burst_subtitle(view: SessionView, width: int) -> str:
+    """Of the table of both stages: energy of prefill and decode, and the last profiled burst."""
+    parts = [f"{stage[0].upper()} {words}" for stage in STAGES if (words := energy_words(view, stage))]
+    burst = burst_words(view)
+    forms = [" · ".join([*parts, *([burst] if burst else [])]), " · ".join(parts), burst]
+    return next((text for text in forms if text and len(text) <= width), "")
+
+
+def ago(seconds: float) -> str:
+    """ "34 s ago", "12 min ago", "3 h ago"."""
+    if seconds < 100:
+        return f"{max(0, seconds):.0f} s ago"
+    return f"{seconds / 60:.0f} min ago" if seconds < 6000 else f"{seconds / 3600:.0f} h ago"
 
 
 def _policy_row(view: SessionView, stage: Stage, width: int, look: Look) -> Row:

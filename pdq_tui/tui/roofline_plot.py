@@ -17,7 +17,7 @@ _GUTTER, _RIGHT = 8, 7
 
 @dataclass(frozen=True)
 class RoofPicture:
-    """``points``: (what stands for it, role, point); ``selected``: the label of the point that is chosen."""
+    """``points``: (what stands for it, role, point); ``selected``: the name of the point that is chosen."""
 
     roof: Roof
     points: tuple[tuple[str, str, RoofPoint], ...] = ()
@@ -112,8 +112,8 @@ def _points(
     y_span: _Span,
 ) -> None:
     # The chosen one last: where two lie on each other it is the one that is seen.
-    for sign, role, point in sorted(picture.points, key=lambda p: p[2].label == picture.selected):
-        text = f"[{sign}]" if point.label == picture.selected else sign
+    for sign, role, point in sorted(picture.points, key=lambda p: p[2].name == picture.selected):
+        text = f"[{sign}]" if point.name == picture.selected else sign
         row = rows - 1 - y_span.place(point.tflops, rows)
         left = x_span.place(point.intensity, plot) - len(text) // 2
         left = min(max(0, left), plot - len(text))
@@ -171,4 +171,4 @@ def _axis(span: _Span, plot: int, plain: bool) -> list[Row]:
 
 def signs(points: Sequence[RoofPoint]) -> list[str]:
     """What stands for each point: the arm's letter, or the snapshot's number, and P or D."""
-    return [f"{p.label.split()[0]}{p.stage[:1].upper()}" for p in points]
+    return [f"{p.label}{p.stage[:1].upper()}" for p in points]

@@ -24,6 +24,7 @@ from pdq_tui.tui.export import ExportDialog
 from pdq_tui.tui.keys import bound
 from pdq_tui.tui.lines import Line, LineList, drawn, is_ascii, is_readonly, literal, sentence
 from pdq_tui.tui.page import Page
+from pdq_tui.tui.verdict_answers import AnswersDialog
 from pdq_tui.tui.verdict_evidence import Evidence
 
 if TYPE_CHECKING:  # polars comes with these: only threads import them
@@ -57,6 +58,13 @@ class VerdictScreen(Page):
         bound("r", "plan", "Run/Stop", "verdict.run", "start an evaluation, go on with this one, or stop it"),
         bound("o", "open", "Open", "verdict.open", "look at another evaluation"),
         bound("enter", "evidence", "Evidence", "verdict.evidence", "what this row rests on"),
+        bound(
+            "t",
+            "texts",
+            "Texts",
+            "verdict.texts",
+            "what base and policy answered, side by side, to be marked",
+        ),
         bound("e", "export", "Export", "verdict.export", "write the report: html with figures, md, json"),
         bound(
             "y",
@@ -112,7 +120,7 @@ class VerdictScreen(Page):
 
     @work(thread=True, exclusive=True, group="verdict")
     def _read(self) -> None:
-        from pdq_tui.judge import watching
+        from pdq_tui.judge import diary, marks, watching
         from pdq_tui.judge.scenarios import cards
         from pdq_tui.report.evaluated import evaluated
 
@@ -123,7 +131,7 @@ class VerdictScreen(Page):
             return
         try:
             seen = watching.watch(place)
-            source = evaluated(seen.spec, seen.found)
+            source = evaluated(seen.spec, seen.found, diary.read(place), marks.read(place))
             scenarios = cards(seen.spec, seen.found, source.verdict)
         except (PdqError, OSError) as error:
             self.app.call_from_thread(self._unreadable, place, sentence(error))
@@ -327,6 +335,25 @@ class VerdictScreen(Page):
         box = self.query_one("#right" if self.query_one("#right", LineList).has_focus else "#left", LineList)
         if self.source is not None and box.key is not None:
             self.app.push_screen(Evidence(self.source, self.cards, box.key))
+
+    def action_texts(self) -> None:
+        from pdq_tui.judge import freerun
+
+        source, tasks = self.source, (self.source.found.get("tasks") if self.source else None)
+        if source is None or self.place is None or tasks is None:
+            self.say("the task set was not answered yet" if source is not None else _NONE)
+            return
+        # The policy that the verdict is about first.
+        names = sorted(tasks.get("policies", {}), key=lambda name: name != source.verdict.staged)
+        of = {name: pairs for name in names if (pairs := freerun.pairs(tasks, name))}
+        if not of:
+            self.say("no task was answered by both")
+            return
+
+        def closed(_: None) -> None:
+            self._read()
+
+        self.app.push_screen(AnswersDialog(tasks, of, source.marks, self.place), closed)
 
     def on_line_list_chosen(self) -> None:
         self.action_evidence()

@@ -23,7 +23,7 @@ _TABLES: Final = {
     "speed": ("does staging gain", "different bottlenecks"),
     "quality": ("quality held", "KLD by position"),
     "memory": ("what does it cost",),
-    "engine": ("different bottlenecks",),
+    "engine": ("which limit", "different bottlenecks"),
     "stability": ("does it hold up", "drift", "abnormal"),
     "long prompt": ("does staging gain",),
     "decode-sensitive": ("does staging gain",),

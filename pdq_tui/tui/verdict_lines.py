@@ -67,6 +67,11 @@ def word_lines(e: Evaluated, w: Watched, steps: Sequence[Any], width: int, heigh
     lines = [Line(((f" {v.word}", _WORD_ROLES.get(v.word, "warn")), (about_, "head")))]
     if v.region:
         lines += [Line.of(f" {part}") for part in wrapped(literal(v.region), width - 2)]
+    others = [f"{literal(o.staged)} {o.word}" for o in e.each() if o.staged != v.staged]
+    if others:
+        lines += [
+            Line.of(f" {part}", "dim") for part in wrapped(f"also confirmed: {', '.join(others)}", width - 2)
+        ]
     for number, reason in enumerate(v.because[:_BECAUSE], 1):
         first, *more = wrapped(literal(reason), width - 14)
         lead = "because" if number == 1 else ""

@@ -1,7 +1,9 @@
 """llama.cpp in its own environment, for ``llama_peer``.
 
 serve: reads one JSON request a line, {"ids": [...], "new": m}, and answers with the times of one prefill and of the decode
-steps after it, at the places where the engine's own marks stand. quantize: makes one file of another format.
+steps after it, at the places where the engine's own marks stand. logits: the same request without "new", answered by the file
+that holds the logits of one pass from position "first" on, float32 [positions, vocabulary]. quantize: makes one file of another
+format.
 """
 
 import ctypes
@@ -49,6 +51,33 @@ def serve(path: str, threads: int, capacity: int) -> None:
         )
 
 
+def logits(path: str, threads: int, folder: str) -> None:
+    cpp.llama_backend_init()
+    model = cpp.llama_model_load_from_file(path.encode(), cpp.llama_model_default_params())
+    words = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(model))
+    for number, line in enumerate(sys.stdin):
+        request = json.loads(line)
+        ids, first = request["ids"], request["first"]
+        params = cpp.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = len(ids)
+        params.n_threads = params.n_threads_batch = threads
+        context = cpp.llama_init_from_model(model, params)
+        batch = cpp.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for at, token in enumerate(ids):
+            batch.token[at], batch.pos[at], batch.n_seq_id[at] = token, at, 1
+            batch.seq_id[at][0], batch.logits[at] = 0, at >= first
+        if cpp.llama_decode(context, batch):
+            raise RuntimeError("llama_decode failed")
+        rows = len(ids) - first
+        pointer = ctypes.cast(cpp.llama_get_logits(context), ctypes.POINTER(ctypes.c_float))
+        target = f"{folder}/{number}.npy"
+        np.save(target, np.ctypeslib.as_array(pointer, (rows, words)))
+        cpp.llama_batch_free(batch)
+        cpp.llama_free(context)
+        print(json.dumps({"file": target}), flush=True)
+
+
 def quantize(source: str, target: str, ftype: int) -> None:
     params = cpp.llama_model_quantize_default_params()
     params.ftype, params.allow_requantize = ftype, True
@@ -60,6 +89,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["serve", path, threads, capacity]:
             serve(path, int(threads), int(capacity))
+        case ["logits", path, threads, folder]:
+            logits(path, int(threads), folder)
         case ["quantize", source, target, ftype]:
             quantize(source, target, int(ftype))
         case other:

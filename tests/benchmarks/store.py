@@ -222,6 +222,8 @@ def made_events(blocks: int, seed: int) -> list[Any]:
                     steady_bytes=390_000_000,
                     memory_method="made",
                     tokens_sha256=f"{number % 8:064x}",
+                    text="word " * 50,
+                    token_ids=[(number % 8 * 7919 + i * 104729) % 49152 for i in range(STEPS)],
                     host_start_ns=now - round((prefill + decode) * 1e6),
                     host_end_ns=now,
                     t_ns=now,

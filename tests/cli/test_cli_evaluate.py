@@ -126,6 +126,23 @@ def test_every_step_left_its_evidence(evaluated: tuple[Path, Path, dict[str, Any
     gates = {g["name"]: g["result"] for g in tasks["policies"][STAGED]["gates"]}
     assert gates["quality: drop on the task set"] == "not informative", "random weights solve nothing"
     assert "the base solves" in body["verdict"]["not_tested"]["task set"]
+    agreed = tasks["policies"][STAGED]["agreement"]
+    answered = tasks["asked"] - tasks["refused"]
+    assert agreed["n"] == answered and 0 <= agreed["same"] <= answered and 0 <= agreed["chrf"]["value"] <= 1
+    assert agreed["nll"]["n"] == answered and agreed["nll"]["value"] is not None
+    answers = found["tasks"]["answers"]["bf16"]
+    assert all(len(a["ids"]) == a["tokens"] for a in answers.values())
+    servers = {d["server"] for d in body["deploy"] if d["policy"] == STAGED}
+    assert servers == {"vllm", "sglang", "tensorrt-llm"}
+    link = next(d["link"] for d in body["deploy"] if d["policy"] == STAGED and d["server"] == "vllm")
+    assert link["bytes"] == link["tokens"] * found["conditions"]["kv"]["bf16"]["bytes_per_token"]
+    assert body["rollback"]["baseline"] == found["confirmation"]["reference"]
+    assert [c["policy"] for c in body["candidates"]] == found["confirmation"]["staged"]
+    sets = [
+        {text for path in found[step]["paths"][STAGED] for text in path["texts"]}
+        for step in ("small_quality", "quality")
+    ]
+    assert len(sets[0]) >= 4 and len(sets[1]) >= 8 and not sets[0] & sets[1], "held out is held out"
     quality = body["quality"]
     assert [r["policy"] for r in quality["prefill_path"]].count(STAGED) == 1
     assert {r["position"] for r in quality["decode_path"]} == set(range(24))

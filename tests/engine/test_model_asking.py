@@ -112,3 +112,21 @@ def test_logits_that_are_not_finite_are_a_state_of_their_own(
     found = ask(asker, CLEAN)
     assert found.state == "not finite" and "decode step 3" in (found.reason or "")
     assert p.decode_event(p.encode(found)).highest is None
+
+
+def test_how_likely_an_answer_is_comes_of_every_position(asker: Asker) -> None:
+    """Answers of other lengths behind prompts of other lengths, against one prefill a position."""
+    texts, answers = ("abc", "hello there", "x"), [[5, 6, 7, 8], [9], []]
+    w = Workload(prompt_tokens=None, output_tokens=4, batch=2, prompts="file", texts=texts)
+    found = ask(asker, w, forced=answers)
+    assert found.state == "done" and found.tokens == [] and len(found.nll) == 3 and found.nll[2] is None
+    for text, answer, value in zip(texts[:2], answers, found.nll, strict=False):
+        ids = [*asker._model.tokenizer(text)["input_ids"], *answer]
+        terms = []
+        for i, token in enumerate(answer):
+            prefix = torch.tensor([ids[: len(ids) - len(answer) + i]])
+            logits = asker._arm.staged.start(1, prefix.shape[1], None).prefill(prefix)[0]
+            terms.append(-float(logits.double().log_softmax(-1)[token]))
+        assert value == pytest.approx(sum(terms) / len(terms), rel=1e-5)
+    short = ask(asker, w, forced=[[1]])
+    assert (short.state, short.reason) == ("refused", "1 answers for 3 prompts")

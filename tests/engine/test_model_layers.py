@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -41,7 +42,10 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def make(load_tiny):
     def build(path: Path, dtype: torch.dtype | None = None, how: str = "auto") -> StagedModel:
         model, masters = load_tiny(path, dtype)
-        return StagedModel(model, masters, Cpu(), budget_bytes=None, kernels=load_kernels("cpu"), layers=how)
+        table = load_kernels("cpu")
+        compiled = tuple(entry for entry in table.layers if entry.runner == "inductor")
+        kernels = msgspec.structs.replace(table, layers=compiled)
+        return StagedModel(model, masters, Cpu(), budget_bytes=None, kernels=kernels, layers=how)
 
     return build
 
@@ -247,7 +251,7 @@ def test_asked_for_eager_nothing_is_compiled(make, tiny_llama) -> None:
     assert (cover.runner, cover.runner_reason) == ("eager", "asked for") and not staged.compiler.programs
     # and a table without the entry has nothing to name
     table = load_kernels("cuda")
-    assert table.runner("decode", Capability("cuda")).runner == "eager"
+    assert table.runners("decode", 1, Capability("cuda")).runners == ()
 
 
 def test_a_cancelled_compilation_returns_at_once_is_finished_and_kept(make, tiny_llama, monkeypatch) -> None:
@@ -324,7 +328,7 @@ def test_a_program_needs_the_cache_of_the_request_in_flight(make, tiny_llama) ->
 def test_layers_without_decoder_layers_are_refused() -> None:
     compiler = layers.LayerCompiler(Path("unused"))
     with pytest.raises(recorded.UncompiledError, match="no decoder layers"):
-        compiler.attach(nn.Linear(2, 2), lambda: None, None, lambda _: None, lambda: False)  # type: ignore[arg-type]
+        compiler.attach(nn.Linear(2, 2), lambda: None, None, ["inductor"], lambda _: None, lambda: False)  # type: ignore[arg-type]
 
 
 def test_a_head_that_widens_its_weights_does_not_keep_the_layers_eager(make, tiny_llama_bf16) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import tiny_tokenizer
 from torch.nn import functional as F
 
-from pdq_tui.core import prompts as prompt_sets
+from pdq_tui.core import corpus
 from pdq_tui.core import protocol as p
 from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.kernels import load_kernels
@@ -18,6 +19,7 @@ from pdq_tui.engine import quality
 from pdq_tui.engine.device import CpuDevice
 from pdq_tui.engine.runner import Arm
 from pdq_tui.engine.staged import StagedModel
+from pdq_tui.engine.windows import digest, windows
 from pdq_tui.errors import UsageError
 
 MODEL = p.ModelInfo(id="tiny", vocab=128, max_positions=256)
@@ -42,9 +44,9 @@ def score(
     arms: dict[str, Arm], arm: str, path: str, *, base: str = "bf16", **more: object
 ) -> tuple[list[p.Scored], list[torch.Tensor]]:
     command = p.Score(arms=[arm], base=base, path=path, windows=3, prompt_tokens=24, **more)  # type: ignore[arg-type]
-    windows = quality.windows(command, tiny_tokenizer(), MODEL, prompt_sets.built_in)
+    cut = windows(command, tiny_tokenizer(), MODEL)
     judge = quality.Judge(CpuDevice(), arms[base], [arms[arm]], command)
-    return list(judge.score(windows)), windows
+    return list(judge.score(cut)), cut
 
 
 def dense_logits(arm: Arm, ids: torch.Tensor) -> torch.Tensor:
@@ -124,9 +126,9 @@ def test_the_base_scores_a_window_once_for_all_arms(
     command = p.Score(
         arms=["int8", "int4"], base="bf16", path="decode", windows=2, prompt_tokens=24, new_tokens=4
     )
-    windows = quality.windows(command, tiny_tokenizer(), MODEL, prompt_sets.built_in)
+    cut = windows(command, tiny_tokenizer(), MODEL)
     judge = quality.Judge(CpuDevice(), arms["bf16"], [arms["int8"], arms["int4"]], command)
-    both = list(judge.score(windows))
+    both = list(judge.score(cut))
     assert asked == ["bf16", "int8", "int4"] * 2
     assert [(s.window, s.arm) for s in both] == [(0, "int8"), (0, "int4"), (1, "int8"), (1, "int4")]
     alone = score(arms, "int4", "decode", new_tokens=4)[0][:2]
@@ -177,7 +179,10 @@ def test_tokens_that_the_base_rules_out_add_nothing() -> None:
     [
         {"path": "both"},
         {"path": "decode", "new_tokens": 1},
-        {"windows": 1000},
+        {"windows": 100_000},
+        {"prompt_tokens": 256},
+        {"text": "all"},
+        {"skip": -1},
         {"forced": "greedy"},
         {"arms": []},
         {"batch": 0},
@@ -186,4 +191,56 @@ def test_tokens_that_the_base_rules_out_add_nothing() -> None:
 def test_what_cannot_be_scored_is_refused(changes: dict[str, object]) -> None:
     fields = {"arms": ["A"], "base": "B", "path": "prefill", "windows": 2, "prompt_tokens": 24} | changes
     with pytest.raises(UsageError):
-        quality.windows(p.Score(**fields), tiny_tokenizer(), MODEL, prompt_sets.built_in)  # type: ignore[arg-type]
+        windows(p.Score(**fields), tiny_tokenizer(), MODEL)  # type: ignore[arg-type]
+
+
+def of(text: str, tokenizer: Any = None, **more: Any) -> list[torch.Tensor]:
+    fields = {
+        "arms": ["A"],
+        "base": "B",
+        "path": "prefill",
+        "windows": 4,
+        "prompt_tokens": 24,
+        "text": text,
+    } | more
+    return windows(p.Score(**fields), tokenizer or tiny_tokenizer(), MODEL)
+
+
+def test_what_selects_and_what_confirms_share_no_text() -> None:
+    halves = [corpus.documents(half) for half in corpus.HALVES]
+    assert all(sum(map(len, half)) > 100_000 for half in halves)
+    parts = [{" ".join(part.split()) for text in half for part in text.split("\n\n")} for half in halves]
+    assert not parts[0] & parts[1], "topics quote each other"
+    for half, documents in zip(corpus.HALVES, halves, strict=True):
+        for path, length in (("prefill", 64), ("decode", 96)):
+            for ids in of(half, path=path, prompt_tokens=length, new_tokens=16):
+                lines = [
+                    line for line in tiny_tokenizer().decode(ids).split("\n")[1:-1] if "<unk>" not in line
+                ]
+                assert all(any(line in text for text in documents) for line in lines)
+
+
+def test_windows_never_overlap_and_more_of_them_begin_with_the_same() -> None:
+    four, eight = of("selection"), of("selection", windows=8)
+    assert [digest(w) for w in eight[:4]] == [digest(w) for w in four]
+    assert [digest(w) for w in of("selection", skip=4)] == [digest(w) for w in eight[4:]]
+    assert len({digest(w) for w in of("selection", windows=500)}) > 450
+    assert [digest(w) for w in of("selection", seed=1)] != [digest(w) for w in four]
+
+
+def test_each_window_begins_as_a_prompt_does() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    with_bos = tiny_tokenizer()
+    with_bos.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    for plain, ids in zip(of("selection"), of("selection", tokenizer=with_bos), strict=True):
+        assert len(ids) == len(plain) == 24 and ids[0] == 1 != plain[0]
+
+
+def test_a_result_names_the_text_that_it_is_of(arms: dict[str, Arm]) -> None:
+    scored, cut = score(arms, "int4", "prefill")
+    assert [s.text_sha256 for s in scored] == [digest(w) for w in cut] and len(
+        {s.text_sha256 for s in scored}
+    ) == 3

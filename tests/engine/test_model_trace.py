@@ -268,3 +268,36 @@ def test_nothing_of_the_marks_stays_behind(rig: Rig) -> None:
     assert KvCache.update is before
     assert "__call__" not in vars(PackedLinear)
     assert "A" in rig.session.ready
+
+
+def test_a_rolling_trace_takes_the_place_of_the_arm_s_last_one(rig: Rig, tmp_path: Path) -> None:
+    rig.arm("bf16", "A")
+    rig.arm("int8", "B")
+    rig.request("A")  # warm from here on: no burst for warming
+    found = []
+    for label in ("A", "A", "B"):
+        sent = rig.do(p.Trace(arm=label, steps=2, rolling=True, folder=str(tmp_path)))
+        found.append(next(e for e in sent if isinstance(e, p.Traced)))
+        labels = [e.label for e in sent if isinstance(e, p.Progress)]
+        assert ("a burst for warming" in labels) == (label == "B")
+    assert all(t.failed is None and t.rolling for t in found)
+    first, second, other = (Path(t.path or "") for t in found)
+    assert not first.exists() and second.exists() and other.exists()
+    assert sorted(d.name for d in tmp_path.iterdir()) == ["last-A", "last-B"]
+    assert len(list((tmp_path / "last-A").iterdir())) == 1
+
+
+def test_energy_takes_its_turn_within_a_loop(rig: Rig) -> None:
+    """It waits between two requests, and the loop goes on."""
+    rig.arm("bf16", "A")
+    session = rig.session
+    waiting = [(7, p.MeasureEnergy(arms=["A"], seconds=0.05))]
+    session.inbox.peek = lambda: waiting[0][1] if waiting else None  # type: ignore[method-assign]
+    session.inbox.next = lambda: waiting.pop(0)  # type: ignore[method-assign]
+    before = len(rig.sent)
+    try:
+        assert session._between() is False and waiting == []
+    finally:
+        del session.inbox.peek, session.inbox.next
+    windows = [e.window for e in rig.sent[before:] if isinstance(e, p.EnergyWindow)]
+    assert windows == ["idle", "prefill", "decode", "mixed"]

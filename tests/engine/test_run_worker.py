@@ -129,7 +129,7 @@ def test_a_whole_session_through_pipes(worker: Worker, tiny_llama: Path, tmp_pat
     assert first.bytes_per_step > 0
     assert first.decode_bound_ms > 0
     assert first.prefill_peak_bytes > 0
-    assert first.tokens_sha256
+    assert first.tokens_sha256 and len(first.token_ids) == first.output_tokens[0]
     worker.send(p.SelectArm(arm="B"))
     assert worker.until(p.ArmSwitched).arm == "B"
     assert worker.until(lambda e: isinstance(e, p.Request) and e.kind == "loop").arm == "B"

@@ -316,6 +316,9 @@ class FakeSession:
     def trace(self, arm: str, steps: int = 4) -> None:
         self.calls.append(("trace", arm, steps))
 
+    def measure_energy(self, arms: list[str]) -> None:
+        self.calls.append(("measure_energy", list(arms)))
+
     def restart_engine(self) -> None:
         self.calls.append(("restart_engine",))
 

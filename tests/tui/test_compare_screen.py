@@ -13,11 +13,13 @@ from made_snapshots import RUN, events, save_all
 from small_app import NASTY, SmallApp, at_every_size, settle, text_of
 from textual.pilot import Pilot
 
+from pdq_tui.core.texts import Answers
 from pdq_tui.report.pages import comparison_page
 from pdq_tui.tui.compare import CompareScreen
 from pdq_tui.tui.compare_detail import RowDetail
+from pdq_tui.tui.compare_texts import TextsDialog, kept_lines, text_lines
 from pdq_tui.tui.export import ExportDialog
-from pdq_tui.tui.lines import LineList
+from pdq_tui.tui.lines import LineList, cells
 
 OTHER = "20261201T050000Z-aaaa"
 
@@ -356,3 +358,66 @@ def test_ascii_pictures_hold_ascii_only(tmp_path: Path) -> None:
 
     odd = {c for c in asyncio.run(shown()) if not c.isascii()}
     assert not odd
+
+
+# -- answers side by side ------------------------------------------------------------------------------------------------
+
+SAID = {
+    "B": [("one  and the same", [1, 2]), ("The answer to that is four, I think.\nYes.", [1, 2, 3, 4])],
+    "A": [("one  and the same", [1, 2]), ("The answer to that is [red]4[/red]\x1b[31m", [1, 2, 9])],
+}
+
+
+@pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 36)])
+async def test_answers_stand_side_by_side_and_the_parting_is_marked(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    save_all(tmp_path, made=events(answers=SAID))
+    app = SmallApp(CompareScreen, tmp_path)
+    async with app.run_test(size=size) as pilot:
+        screen = await in_table(app, pilot)
+        await pilot.press("t")
+        await settle(pilot)
+        assert isinstance(app.screen, TextsDialog)
+        shown = text_of(app)
+        # It opens where the answers part.
+        assert "prompt 2 · 2 of 2, 1 of 2 part" in shown and "first divergence: token 3 of 3 and 4" in shown
+        assert "four, I think.␊" in shown and "[red]4[/red]␛[31m" in shown and "\x1b" not in shown
+        await pilot.press("left_square_bracket")
+        await settle(pilot)
+        assert "prompt 1" in text_of(app) and "the same to the end" in text_of(app)
+        assert text_of(app).count("one  and the same") == 2, "blanks are kept"
+        await pilot.press("n")
+        await settle(pilot)
+        assert "prompt 2" in text_of(app)
+        await pilot.press("escape")
+        await settle(pilot)
+        assert app.screen is screen
+
+
+async def test_without_texts_it_says_so(tmp_path: Path) -> None:
+    made = events()
+    for e in made:
+        if hasattr(e, "token_ids"):
+            e.text = None
+    save_all(tmp_path, made=made)
+    app = SmallApp(CompareScreen, tmp_path)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await in_table(app, pilot)
+        await pilot.press("t")
+        assert "no prompt was answered by both" in screen.said
+
+
+def test_every_line_fits_and_nothing_is_lost() -> None:
+    text = "  one 日本語の文章 " + "x" * 40 + "\n\nend  "
+    for width in (7, 20, 200):
+        lines = kept_lines(text, width)
+        assert "".join(lines).replace("␊", "\n") == text and all(cells(line) <= width for line in lines)
+    assert kept_lines("", 10) == []
+    pair = Answers(
+        prompt=0, reference="ab cd", value="ab", same=False, recorded=True, token=2, at=2, tokens=(2, 1)
+    )
+    for width in (20, 49, 50, 51, 120):
+        rows = text_lines(pair, ("一" * 60, "two"), width)
+        assert all(cells(row.text) <= width for row in rows)
+        assert any("one ends after token 1, the other after 2" in row.text for row in rows) or width < 50

@@ -22,7 +22,7 @@ ROOF = Roof(31.6, {"bf16": 0.42, "int8": 0.9})
 def point(
     label: str = "A decode", flops: float = 2.8e8, read: int = 88_000_000, ms: float = 11.9
 ) -> RoofPoint:
-    found = roof_point(label, label.split()[1], "p", read, {"bf16": flops}, ms)
+    found = roof_point(*label.split(), "p", read, {"bf16": flops}, ms)
     assert found is not None
     return found
 
@@ -50,7 +50,7 @@ def test_a_point_is_flops_over_bytes_and_over_time() -> None:
 
 
 def test_each_dtype_counts_against_its_own_peak() -> None:
-    mixed = roof_point("A prefill", "prefill", "p", 10_000_000_000, {"int8": 2e11, "bf16": 1e9}, 100.0)
+    mixed = roof_point("A", "prefill", "p", 10_000_000_000, {"int8": 2e11, "bf16": 1e9}, 100.0)
     assert mixed is not None
     memory_ms = 10e9 / 31.6e9 * 1e3
     compute_ms = (2e11 / 0.9e12 + 1e9 / 0.42e12) * 1e3
@@ -61,7 +61,7 @@ def test_each_dtype_counts_against_its_own_peak() -> None:
 @pytest.mark.parametrize("missing", [{"read": None}, {"read": 0}, {"ms": None}, {"ms": 0.0}, {"flops": {}}])
 def test_what_is_not_known_is_no_point(missing: dict[str, Any]) -> None:
     given: dict[str, Any] = {"read": 10, "flops": {"bf16": 1.0}, "ms": 1.0} | missing
-    assert roof_point("A decode", "decode", "p", given["read"], given["flops"], given["ms"]) is None
+    assert roof_point("A", "decode", "p", given["read"], given["flops"], given["ms"]) is None
 
 
 # -- the drawing -----------------------------------------------------------------------------------------------------
@@ -221,8 +221,8 @@ def test_snapshots_of_the_run_are_points_and_damaged_ones_are_not(tmp_path: Path
     for name, body in (("001", manifest()), ("002", manifest(decode={"flops": None})), ("003", {"arm": 3})):
         (tmp_path / "snapshots" / name).mkdir(parents=True)
         (tmp_path / "snapshots" / name / "manifest.json").write_text(json.dumps(body))
-    assert [p.label for p in snapshot_points(tmp_path, "001")] == ["1 prefill", "1 decode"]
-    assert [p.label for p in snapshot_points(tmp_path, "002")] == ["2 prefill"]
+    assert [p.name for p in snapshot_points(tmp_path, "001")] == ["1 prefill", "1 decode"]
+    assert [p.name for p in snapshot_points(tmp_path, "002")] == ["2 prefill"]
     assert snapshot_points(tmp_path, "003") == snapshot_points(tmp_path, "004") == []
 
 

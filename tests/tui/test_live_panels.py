@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
-from fake_views import BASE, STAGED, STATS_A, STATS_B, arm_view, make_view, ratio
+from fake_views import BASE, STAGED, STATS_A, STATS_B, FakeSession, arm_view, make_view, ratio
 
+from pdq_tui.core.energy import StageEnergy
 from pdq_tui.core.formats import formats
 from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.policy import Policy, StagePolicy
+from pdq_tui.core.protocol import Guarded
 from pdq_tui.core.stats import Ratio
-from pdq_tui.host.view import SessionView
-from pdq_tui.tui import heading, panels
+from pdq_tui.host.view import EnergyView, GuardView, SessionView
+from pdq_tui.tui import footing, heading, panels
 from pdq_tui.tui.heading import Look
 from pdq_tui.tui.lines import Row, cells
 
 #: Inside of a stage's panel at 120x36, and of the table at 80x24 and 60x20.
 FULL, MID, SMALL = 42, 78, 58
 KERNELS = sorted({k.name for device in ("cpu", "cuda") for k in load_kernels(device).candidates})
+CHECK = Guarded(
+    request=9, arm="A", policy="x", policy_digest="d", base="B", base_policy="bf16", kld=0.02, same_top1=0.97
+)
 FORMATS = tuple(formats((64, 128)))
 
 
@@ -91,3 +99,92 @@ def test_a_live_word_stays_with_the_blocks_that_decided_it(width: int) -> None:
     # After the last look there is no other to wait for.
     over = msgspec.structs.replace(undecided, provisional=False, blocks=40)
     assert shown_word(over, width) == ("unsure", "unsure at 40 blocks" if width == MID else "unsure")
+
+
+@pytest.mark.parametrize(
+    ("guard", "told", "role"),
+    [
+        (GuardView(5, 0.031), "guard: 1 of 5 requests of A re-scored by B; none so far", "dim"),
+        (
+            GuardView(5, 0.031, checks=3, mean=0.0123, last=CHECK),
+            "guard: 1 of 5 requests of A re-scored by B; KLD 0.0123 nats (limit 0.031), same top-1 97%, 3 checks",
+            "dim",
+        ),
+        (
+            GuardView(
+                5, 0.031, checks=1, last=msgspec.structs.replace(CHECK, kld=None, reason="it does not fit")
+            ),
+            "guard: 1 of 5 requests of A re-scored by B; the last could not be: it does not fit",
+            "warn",
+        ),
+        (GuardView(5, 0.031, "switched", "guard: A (x) gave way to B"), "guard: A (x) gave way to B", "bad"),
+    ],
+)
+def test_what_the_guard_has_seen_is_one_line_above_the_notes(guard: GuardView, told: str, role: str) -> None:
+    view = replace(make_view(), guard=guard)
+    assert footing.guard_words(view) == (told, role)
+    [line, *_] = footing.note_rows(view, 160, 4, Look())
+    assert "".join(text for text, _ in line).strip(" !") == told
+
+
+def test_I01_a_policy_name_in_the_guards_sentence_is_literal() -> None:
+    view = replace(make_view(), guard=GuardView(5, 0.0, "switched", "guard: [bold]x[/]\x1b[31m gave way"))
+    [line, *_] = footing.note_rows(view, 120, 4, Look())
+    shown = "".join(text for text, _ in line)
+    assert "[bold]x[/]" in shown and "\x1b" not in shown
+    assert footing.guard_words(replace(view, guard=None)) is None
+
+
+def test_the_subtitle_shows_energy_and_the_last_burst_s_age_as_far_as_they_fit() -> None:
+    view = make_view()
+    assert panels.stage_subtitle(view, "prefill", 80) == "device time"
+    digest = view.arms["A"].ready.policy.digest  # type: ignore[union-attr]
+    taken = StageEnergy(prefill_j=0.0112, decode_j=0.97, closure=0.12, source="NVML")
+    view = make_view(
+        trace_ages_s={"A": 34.2, "B": 400.0},
+        energy={"A": EnergyView(digest, 125.0, taken), "B": EnergyView("of another policy", 1.0, taken)},
+    )
+    whole = "J/tok A 0.011! 2 min ago · burst A 34 s ago · device time"
+    assert panels.stage_subtitle(view, "prefill", len(whole)) == whole
+    assert panels.stage_subtitle(view, "prefill", 45) == "J/tok A 0.011! 2 min ago · burst A 34 s ago"
+    assert panels.stage_subtitle(view, "prefill", 30) == "J/tok A 0.011! 2 min ago"
+    assert panels.stage_subtitle(view, "prefill", 8) == "device time"
+    assert panels.stage_subtitle(view, "decode", 30) == "J/tok A 0.97! 2 min ago"
+    assert panels.burst_subtitle(view, 80).startswith(
+        "P J/tok A 0.011! 2 min ago · D J/tok A 0.97! 2 min ago · burst"
+    )
+    assert (
+        panels.burst_subtitle(view, 20) == "burst A 34 s ago" and panels.burst_subtitle(make_view(), 80) == ""
+    )
+    assert [panels.ago(s) for s in (-1, 99, 100, 5999, 7200)] == [
+        "0 s ago",
+        "99 s ago",
+        "2 min ago",
+        "100 min ago",
+        "2 h ago",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "asked"),
+    [
+        (
+            {"energy_missing": "RAPL cannot be read: permission denied"},
+            "no energy by stage: RAPL cannot be read",
+            [],
+        ),
+        ({}, "energy by stage of arm A: half a minute", [("measure_energy", ["A"])]),
+        ({"interleave": True}, "energy by stage of arm A and B", [("measure_energy", ["A", "B"])]),
+        ({"workload": None}, "arm A is not ready yet", []),
+    ],
+)
+async def test_energy_is_measured_on_a_key_or_refused_with_the_reason(
+    changes: dict[str, Any], said: str, asked: list[Any], make_app: Callable[..., Any], session: FakeSession
+) -> None:
+    session.change(**changes)
+    app = make_app()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.press("J")
+        await pilot.pause()
+        assert said in session.view().notes[-1].text
+        assert [c for c in session.calls if c[0] == "measure_energy"] == asked

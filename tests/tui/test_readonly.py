@@ -95,7 +95,7 @@ async def test_readonly_help_and_palette_offer_nothing_that_changes(make_app: Ma
             shown = "\n".join(line.text for line in key_lines(app.screen, 100))
             off = [b.tooltip for b in itertools.chain(keys.LIVE, PoliciesScreen.BINDINGS)
                    if b.action.split("(")[0] in keys.CHANGING]  # type: ignore[union-attr]  # fmt: skip
-            assert len(off) == 14
+            assert len(off) == 15
             assert [text for text in off if text in shown] == []
 
 

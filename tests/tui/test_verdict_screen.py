@@ -17,10 +17,12 @@ from small_app import SmallApp, at_every_size, settle, text_of
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import made_evaluation
 
+from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.protocol import Load
 from pdq_tui.core.workload import Workload
 from pdq_tui.errors import PdqError
-from pdq_tui.judge import watching
+from pdq_tui.host import begun
+from pdq_tui.judge import marks, watching
 from pdq_tui.judge.evaluation import Evaluation
 from pdq_tui.judge.plan import STEPS
 from pdq_tui.judge.scenarios import cards
@@ -31,6 +33,7 @@ from pdq_tui.tui.ask import Ask, Pick
 from pdq_tui.tui.export import ExportDialog
 from pdq_tui.tui.lines import LineList
 from pdq_tui.tui.verdict import FOLDER, VerdictScreen
+from pdq_tui.tui.verdict_answers import AnswersDialog
 from pdq_tui.tui.verdict_evidence import Evidence
 
 DONE = len(made_evaluation.found())
@@ -302,3 +305,140 @@ def test_the_map_fits_its_width_and_says_what_is_left_out() -> None:
     assert "11" in whole and "64" in whole and "more lengths" not in whole
     narrow = verdict_lines.map_lines(source, 20)
     assert "1 more lengths in the report" in " ".join(line.text for line in narrow)
+
+
+# -- answers side by side ----------------------------------------------------------------------------------------------
+
+
+async def test_answers_stand_side_by_side_and_are_marked(app: SmallApp, folder: Path) -> None:
+    made_evaluation.make(folder)
+    place = folder / "20261202T063000Z"
+    async with app.run_test(size=(110, 34)) as pilot:
+        await settle(pilot)
+        await pilot.press("t")
+        await pilot.pause()
+        dialog = app.screen
+        assert isinstance(dialog, AnswersDialog) and dialog.policy == made_evaluation.STAGED
+        shown = words(app)
+        # The first that parts: the base was right, the policy was not.
+        assert "fact 23 · 24 of 40, 17 part, 0 of them marked" in shown and "not marked" in shown
+        assert "Which word stands at place 23?" in shown and "wanted: word23" in shown
+        assert "bf16 right" in shown and f"{made_evaluation.STAGED} wrong" in shown
+        assert "first divergence: token 1 of 3" in shown and "I don't know." in shown
+        await pilot.press("w")
+        await pilot.pause()
+        assert "fact 24 · 25 of 40, 17 part, 1 of them marked" in words(app), "on to the next without a mark"
+        await pilot.press("s", "c")
+        assert marks.counted(marks.read(place), made_evaluation.STAGED) == {
+            "same": 1,
+            "changed": 1,
+            "worse": 1,
+        }
+        await pilot.press("left_square_bracket", "u")
+        await pilot.pause()
+        assert "fact 25" in words(app) and "not marked" in words(app)
+        await pilot.press("escape")
+        await settle(pilot)
+        source = screen_of(app).source
+        assert source is not None and len(source.marks) == 2
+        table = next(t for t in source.page().tables if "Free run" in t.title)
+        assert table.rows[0][5] == "1 / 0 / 1"
+        assert source.page().texts[0].word.endswith("marked worse")
+
+
+async def test_a_folder_that_cannot_be_written_is_told_and_readonly_marks_nothing(
+    app: SmallApp, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_evaluation.make(folder)
+    place = folder / "20261202T063000Z"
+    async with app.run_test(size=(110, 34)) as pilot:
+        await settle(pilot)
+        (place / marks.FILE).mkdir()
+        screen_of(app).source = evaluated(made_evaluation.SPEC, made_evaluation.found())
+        screen_of(app).action_texts()
+        await pilot.pause()
+        await pilot.press("w")
+        await pilot.pause()
+        assert "cannot be written" in words(app) and "not marked" in words(app)
+        await pilot.press("escape")
+        (place / marks.FILE).rmdir()
+        monkeypatch.setattr("pdq_tui.tui.verdict_answers.is_readonly", lambda _app: True)
+        screen_of(app).action_texts()
+        await pilot.pause()
+        await pilot.press("w")
+        assert not (place / marks.FILE).exists()
+
+
+async def test_I01_what_a_model_wrote_is_literal(
+    app: SmallApp, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = made_evaluation.found()
+    hostile = "[bold]x[/bold] \x1b[31mred\x1b[0m \u202e rtl"
+    found["tasks"]["answers"][made_evaluation.STAGED]["fact 23"]["text"] = hostile
+    found["tasks"]["items"][23]["prompt"] = "[red]" + "long " * 400 + "\x1b]0;t\x07"
+    made_evaluation.make(folder)
+    (folder / "20261202T063000Z" / "steps" / "tasks.json").write_text(json.dumps(found["tasks"]))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settle(pilot)
+        await pilot.press("t")
+        await pilot.pause()
+        shown = words(app)
+        assert "[bold]x[/bold]" in shown and "[red]long" in shown and "more lines" in shown
+        assert "\x1b" not in text_of(app) and "\u202e" not in text_of(app)
+
+
+async def test_before_the_tasks_there_is_nothing_to_read(app: SmallApp, folder: Path) -> None:
+    made_evaluation.make(folder, steps=4)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settle(pilot)
+        await pilot.press("t")
+        await pilot.pause()
+        assert not isinstance(app.screen, AnswersDialog) and "not answered yet" in words(app)
+
+
+# -- nothing runs beside one -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("running", [True, False])
+async def test_the_loop_a_burst_and_energy_wait_for_an_evaluation(
+    tmp_path: Path, make_app: Any, session: Any, running: bool
+) -> None:
+    """Each would spoil the other's figures: a sentence says so, and how to have the one or the other."""
+    made_evaluation.make(tmp_path / "evaluations", steps=4, running=running)
+    session.change(running=False, wants_loop=False)
+    app = make_app(load=Load(model="/a/model"), a=find_policy("int8"), b=find_policy("bf16"))
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settle(pilot)
+        [start] = [c for c in session.calls if c[0] == "start"]
+        assert start[-1] is not running, "at the app's own start as well"
+        for keys in (("r",), ("J",), ("5", "t", "1")):
+            await pilot.press(*keys)
+            await settle(pilot)
+        asked = [c[0] for c in session.calls if c[0] in ("start_loop", "trace", "measure_energy")]
+        assert asked == ([] if running else ["start_loop", "measure_energy", "trace"])
+        said = [n for n in session.view().notes if "the evaluation 20261202T063000Z runs" in n.text]
+        if not running:
+            assert said == []
+            return
+        assert {n.text.split(" is not started")[0] for n in said} == {
+            "the workload",
+            "measuring energy",
+            "the burst",
+        }
+        assert all(n.hint and "4 shows it and r there stops it" in n.hint for n in said)
+
+
+def test_an_evaluation_counts_as_running_from_the_moment_it_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_evaluation.make(tmp_path, steps=0)
+    place = tmp_path / "20261202T063000Z"
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    monkeypatch.setattr(begun, "begin", lambda *_: child)
+    try:
+        assert watching.running_in(tmp_path) is None
+        evaluating.go_on(place)
+        assert watching.running_in(tmp_path) == (place, "starting")
+    finally:
+        child.communicate(b"\n", timeout=20)
+    assert watching.running_in(tmp_path) is None

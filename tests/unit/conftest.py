@@ -72,6 +72,8 @@ def request(
         "bytes_per_step": 100_000_000 if steps else None,
         "bytes_per_step_wasted": 0,
         "prefill_flops": {"bf16": 2.0e11},
+        "prefill_bytes": 270_000_000,
+        "decode_flops": {"bf16": 3.0e8} if steps else {},
         "prefill_bound_ms": 50.0,
         "decode_bound_ms": 4.0,
         "memory_method": "virtual",

@@ -127,6 +127,7 @@ def test_the_wheel_holds_what_is_not_python(wheel: Path) -> None:
     for folder, inside in (
         ("profiles", "pdq_tui/_shipped/profiles"),
         ("kernels_cfg", "pdq_tui/_shipped/kernels_cfg"),
+        ("servers_cfg", "pdq_tui/_shipped/servers_cfg"),
     ):
         for file in (REPO / folder).glob("*.toml"):
             assert f"{inside}/{file.name}" in names

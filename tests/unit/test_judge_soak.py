@@ -24,12 +24,13 @@ def series(
     return found
 
 
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("change", [0.03, -0.03])
-def test_a_planted_drift_is_flagged(seed: int, change: float) -> None:
-    found = soak.drift("TPOT", "ms", series(change, 0.03, seed), hurts=1)
-    assert found.drifts and found.worse == (change > 0)
-    assert found.slope_per_hour == pytest.approx(100 * change / 2, rel=0.5)
+@pytest.mark.parametrize("change", [0.04, -0.04])
+def test_a_planted_drift_is_flagged(change: float) -> None:
+    """Of 4 % in noise of 3 % a value."""
+    found = [soak.drift("TPOT", "ms", series(change, 0.03, seed), hurts=1) for seed in range(100)]
+    assert sum(d.drifts for d in found) >= 97
+    assert all(d.worse == (change > 0) for d in found if d.drifts)
+    assert all(d.slope_per_hour == pytest.approx(100 * change / 2, rel=0.5) for d in found)
 
 
 def test_the_interval_of_a_change_holds_it_in_most_runs() -> None:

@@ -35,6 +35,42 @@ def test_fewer_blocks_or_seconds_than_planned_are_said(make_run: Any, meta: dict
     )
 
 
+def gpus(*, others: int | None = 0, beside: tuple[int | None, float | None] = (0, 0.0)) -> list[p.GpuSample]:
+    return [
+        p.GpuSample(index=0, other_processes=beside[0], gpu_util=beside[1]),
+        p.GpuSample(index=1, engine=True, other_processes=others, gpu_util=0.97),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("read", "said"),
+    [
+        (gpus(), []),
+        (gpus(others=None, beside=(None, None)), []),
+        (gpus(beside=(0, 0.04)), []),
+        (gpus(others=1), ["1 other process had memory or time of the engine's GPU"]),
+        (gpus(beside=(2, 0.0)), ["GPU 0 beside the engine's had 2 processes and was busy up to 0%"]),
+        (gpus(others=3, beside=(None, 0.8)), ["3 other processes had", "had no process"]),
+    ],
+)
+def test_processes_on_and_beside_the_engine_s_gpu_are_named(
+    make_run: Any, meta: dict[str, Any], read: list[p.GpuSample], said: list[str]
+) -> None:
+    events = make_run({"bf16": (100, 50), "int4": (180, 26)}).events()
+    for e in events:
+        if isinstance(e, p.SensorSample):
+            e.gpus = read
+    found = [w for w in run_document(meta, events)["warnings"] if "GPU" in w and "NVML" not in w]
+    assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True)), (
+        found
+    )
+    # Read while nothing of ours ran, it says nothing.
+    for e in events:
+        if isinstance(e, p.SensorSample):
+            e.t_ns = 1
+    assert not [w for w in run_document(meta, events)["warnings"] if "engine's GPU" in w or "beside" in w]
+
+
 def test_an_engine_far_from_the_hardware_is_named(make_run: Any, meta: dict[str, Any]) -> None:
     """The virtual engine: decode_bound_ms 4 of 50 ms and of 26 ms."""
     found = document(make_run, meta)["warnings"]

@@ -107,7 +107,7 @@ def test_a_report_needs_nothing_but_itself(
         "evaluation": judged,
         "trend": followed,
     }[kind]
-    drawn = {"comparison": 5, "snapshot": 4, "evaluation": 9, "trend": 4}[kind]
+    drawn = {"comparison": 6, "snapshot": 5, "evaluation": 10, "trend": 4}[kind]
     [path] = write.write(source, ["html"], tmp_path)
     for width, phone, shown in ((1100, False, "wide"), (PHONE, True, "narrow")):
         browser.open(path, width, phone=phone)
@@ -143,6 +143,45 @@ def test_what_others_wrote_is_text(
     assert browser.js("document.querySelectorAll('script').length") == 1
     assert HOSTILE in browser.js("document.querySelector('.conditions').textContent")
     assert browser.requests == [path.as_uri()]
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "shown"), [(1100, "wide"), (PHONE, "narrow")])
+def test_a_point_of_the_roofline_tells_what_it_is_where_it_is_pointed_at(
+    compared: tuple[Comparison, list[Snapshot]], browser: Browser, tmp_path: Path, width: int, shown: str
+) -> None:
+    [path] = write.write(write.Reported(compared[0]), ["html"], tmp_path)
+    browser.open(path, width, phone=width == PHONE)
+    told = browser.js(
+        f"[...document.querySelectorAll('#figure-roofline .{shown} title')].filter(t => / ms; /.test(t.textContent)).map(t => {{"
+        " t.parentElement.scrollIntoView({block: 'center'}); const r = t.parentElement.getBoundingClientRect();"
+        " const hit = document.elementFromPoint(r.x + r.width / 2, r.y + r.height / 2);"
+        " return [hit === t.parentElement, t.textContent]; })"
+    )
+    assert [t.split(":")[0] for _, t in told] == [
+        "bf16 prefill", "bf16 decode", "int8-prefill-int4-decode prefill", "int8-prefill-int4-decode decode",
+    ]  # fmt: skip
+    assert all(hit and "GFLOP" in text and "MiB" in text for hit, text in told)
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "columns"), [(1100, 2), (PHONE, 1)])
+def test_answers_stand_side_by_side_where_there_is_room(
+    browser: Browser, tmp_path: Path, width: int, columns: int
+) -> None:
+    said = {"B": [(f"one {HOSTILE}", [1, 2])], "A": [(f"one {HOSTILE}  more", [1, 3])]}
+    made = made_snapshots.events(answers=said)
+    found = [load(resolve(i, tmp_path)) for i in made_snapshots.save_all(tmp_path, made=made)]
+    [path] = write.write(write.Reported(compare(found)), ["html"], tmp_path)
+    browser.open(path, width, phone=width == PHONE)
+    assert browser.requests == [path.as_uri()] and browser.console == []
+    texts = browser.js("[...document.querySelectorAll('.pair p')].map(p => p.textContent)")
+    assert texts == [f"one {HOSTILE}▸", f"one {HOSTILE}▸  more"]
+    lefts = browser.js(
+        "[...document.querySelectorAll('.pair > div')].map(d => d.getBoundingClientRect().left)"
+    )
+    assert len(set(lefts)) == columns
+    assert browser.js("document.documentElement.scrollWidth") <= width
 
 
 @needs_browser
@@ -266,8 +305,8 @@ def test_setups_are_never_mixed_in_one_series(days: tuple[Path, list[Snapshot]],
 def test_figures_say_what_is_not_there(compared: tuple[Comparison, list[Snapshot]]) -> None:
     comparison, _ = compared
     drawn = comparison_figures(comparison, [])
-    assert [f.name for f in drawn] == ["ratios", "samples"] and drawn[1].draw is None
-    assert "were not given" in (drawn[1].missing or "")
+    assert [f.name for f in drawn] == ["ratios", "roofline", "samples"] and drawn[2].draw is None
+    assert "were not given" in (drawn[2].missing or "")
     by_name = {f.name: f for f in evaluation_figures(SPEC, {})}
     assert all(f.draw is None and f.missing for f in by_name.values())
     assert {"map", "matrix", "positions", "load", "soak"} <= set(by_name)

@@ -239,5 +239,9 @@ def test_a_policy_whose_kernels_are_not_those_of_its_name_is_flagged() -> None:
     found = unmatched(wrong, 2, placed, table)
     assert len(found) == 1 and "native-int4" in found[0] and "420 were due" in found[0]
     assert unmatched({"pdq_native::int4": 419, "pdq_native::dense": 2}, 2, placed, table)
+    whole = {"pdq_native::layer_int4": 60, "pdq_native::dense": 2}
+    assert unmatched(whole, 2, placed, table) == []
+    assert unmatched({"pdq_native::layer_int8": 60, "pdq_native::dense": 2}, 2, placed, table)
+    assert unmatched({"pdq_native::layer_int4": 59, "pdq_native::dense": 2}, 2, placed, table)
     stage = StageTrace(stage="decode", steps=2, where="cpu", trace_ms=1.0, unmatched=found)
     assert flagged("int4", [stage])[0].startswith("int4: decode does not run what it says")

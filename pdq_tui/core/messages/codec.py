@@ -23,6 +23,7 @@ from pdq_tui.core.messages.events import (
     Failure,
     Hello,
     KernelsTimed,
+    LmEvaluated,
     ModelReady,
     Note,
     Pong,
@@ -39,6 +40,7 @@ from pdq_tui.core.messages.events import (
     WorkloadReady,
     WorkloadRefused,
 )
+from pdq_tui.core.messages.guards import Guarded, GuardTripped
 from pdq_tui.core.messages.own import SnapshotSaved, WorkerExited, WorkerStarted
 from pdq_tui.core.messages.profiles import Traced
 from pdq_tui.core.messages.readings import SensorSample, SensorState
@@ -59,6 +61,7 @@ Event = (
     | Request
     | Scored
     | Answered
+    | LmEvaluated
     | TuneStarted
     | KernelsTimed
     | Traced
@@ -66,6 +69,8 @@ Event = (
     | Served
     | ServeEnded
     | Canary
+    | Guarded
+    | GuardTripped
     | RunEnded
     | Note
     | Failure

@@ -6,6 +6,7 @@ import msgspec
 
 from pdq_tui.core.messages.base import Message
 from pdq_tui.core.messages.energy import MeasureEnergy
+from pdq_tui.core.messages.guards import Guard
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.workload import Workload
 
@@ -83,7 +84,7 @@ class RunBlocks(Message):
 
 
 class Score(Message):
-    """Hold ``arms`` against ``base`` on windows of the project's own texts. Answered by a ``Scored`` a window and arm,
+    """Hold ``arms`` against ``base`` on windows of the built-in corpus. Answered by a ``Scored`` a window and arm,
     then ``RunEnded``. The base scores a window once, for all arms.
 
     path     "prefill": one pass over a window of ``prompt_tokens``; its second half is compared.
@@ -91,6 +92,8 @@ class Score(Message):
              the decode policy, through the handed-off cache.
     forced   of the decode path: "text", the window's own continuation, or "sample", what ``base`` says at temperature 1,
              drawn by ``seed``.
+    text     half of the corpus: "selection" or "confirmation" (``core.corpus``). In the order that ``seed`` gives it, the
+             windows after the first ``skip``.
     batch    windows in one pass, as many as the workload has sequences: other kernels may run at another number of rows.
     """
 
@@ -101,6 +104,8 @@ class Score(Message):
     prompt_tokens: int
     new_tokens: int = 0
     forced: str = "text"
+    text: str = "selection"
+    skip: int = 0
     seed: int = 0
     batch: int = 1
 
@@ -108,12 +113,14 @@ class Score(Message):
 class Question(msgspec.Struct, kw_only=True):
     """One request as a user sends it: ``workload`` is prepared as any other, and its batches run one after another.
 
-    leave  "prefill" or "decode": whoever asked goes away while that stage runs; None: waits for the answer.
+    leave   "prefill" or "decode": whoever asked goes away while that stage runs; None: waits for the answer.
+    forced  an answer a prompt, as token ids: nothing is made, and the arm says how likely it finds each (``Answered.nll``).
     """
 
     id: str
     workload: Workload
     leave: str | None = None
+    forced: list[list[int]] | None = None
 
 
 class Ask(Message):
@@ -126,6 +133,16 @@ class Ask(Message):
     arm: str
     questions: list[Question]
     task: str = "ask"
+
+
+class LmEval(Message):
+    """Run lm-eval's ``tasks`` (names, or paths of YAML files) on ``arm``, ``limit`` documents each at most. Answered by an
+    ``LmEvaluated`` a task, then ``RunEnded``."""
+
+    arm: str
+    tasks: list[str]
+    limit: int | None = None
+    seed: int = 0
 
 
 class Tune(Message):
@@ -146,11 +163,13 @@ class Trace(Message):
     """Run ``arm`` once under torch's profiler, one prefill and ``steps`` decode steps, beside every measurement: in a
     loop it comes between two requests, in a measurement after its end. Answered by ``Traced``.
 
-    folder  where the trace is written, in a directory of its own; None: it is read and not kept
+    folder   where the trace is written, in a directory of its own; None: it is read and not kept
+    rolling  it takes the place of the arm's last rolling one: what a schedule asks for
     """
 
     arm: str
     steps: int = 4
+    rolling: bool = False
     folder: str | None = None
 
 
@@ -230,8 +249,10 @@ Command = (
     | RunBlocks
     | Score
     | Ask
+    | LmEval
     | Tune
     | Trace
+    | Guard
     | MeasureEnergy
     | Serve
     | Soak

@@ -47,13 +47,15 @@ class TaskEnded(Message):
 
 
 class ModelReady(Message):
-    """``attention``: the attention implementation that runs, None where the worker did not say."""
+    """``attention``: the attention implementation that runs, None where the worker did not say. ``linears``: parameters of
+    every linear layer by its dotted name, in the model's order, the head among them; what a policy's patterns name."""
 
     model: ModelInfo
     device: DeviceInfo
     attention: str | None = None
     load_peak_bytes: int | None = None
     load_peak_reason: str | None = None
+    linears: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class ArmReady(Message):
@@ -145,6 +147,7 @@ class Request(Message):
     ``prompt_tokens`` are real tokens over the batch, ``padded_tokens`` the padding beside them.
     ``prefill_pieces``: in how many passes the prompt went through the model.
     ``output_tokens`` are per row. ``peak_*`` are per-stage high-water marks by ``memory_method``.
+    ``text`` and ``token_ids`` are the first row's answer; ``tokens_sha256`` is of all rows.
     ``valid`` False with ``invalid_reason``: may be shown, never ranked.
     """
 
@@ -194,6 +197,7 @@ class Request(Message):
     invalid_reason: str | None = None
     nonfinite: NonFinite | None = None
     text: str | None = None
+    token_ids: list[int] = msgspec.field(default_factory=list)
     tokens_sha256: str | None = None
     host_start_ns: int = 0
     host_end_ns: int = 0
@@ -206,6 +210,7 @@ class Scored(Message):
     kld        Σ p_base · ln(p_base / p_arm); null where either side's logits are not finite.
     same_top1  whether both have the same argmax.
     nll        −ln p of the next (or forced) token, of the arm and of the base; null likewise.
+    text_sha256  of the window's token ids, 12 hex digits; "" in journals of earlier versions.
     """
 
     arm: str
@@ -220,6 +225,23 @@ class Scored(Message):
     same_top1: list[bool]
     nll: list[float | None]
     base_nll: list[float | None]
+    text_sha256: str = ""
+
+
+class LmEvaluated(Message):
+    """One of lm-eval's tasks on one arm; never dropped. metrics, stderr: lm-eval's own figures by name; values: of each
+    document, in the documents' order, for the metrics that are one number a document."""
+
+    arm: str
+    policy: str
+    policy_digest: str
+    task: str
+    version: str
+    documents: int
+    metrics: dict[str, float | None]
+    stderr: dict[str, float | None]
+    values: dict[str, list[float]]
+    higher_is_better: dict[str, bool]
 
 
 class Answered(Message):
@@ -230,6 +252,8 @@ class Answered(Message):
     tokens   ids that were made, EOS included where it ended an answer. ``texts``: decoded without special tokens.
     highest  the largest logit that chose a token; None where none was chosen.
     ttft_ms, tpot_ms  of the last batch, where the stage ran.
+    nll      of forced answers: mean −ln p per token, in nats, after the prompt and the tokens before it, by the prefill path;
+             None for one without a token, or where logits are not finite.
     """
 
     id: str
@@ -248,6 +272,7 @@ class Answered(Message):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     seconds: float = 0.0
+    nll: list[float | None] = msgspec.field(default_factory=list)
 
 
 class TuneStarted(Message):

@@ -73,7 +73,8 @@ class Coverage(msgspec.Struct, kw_only=True):
 
     formats        parameters by format
     kernels        linear layers by kernel
-    runner         what runs the decoder layers: "inductor" (one compiled program) or "eager" (transformers' modules)
+    runner         what runs the decoder layers: "native" (one call of our own a layer), "inductor" (one compiled program) or
+                   "eager" (transformers' modules)
     runner_reason  why nothing better does; None where nothing better is known here
     source         the checkpoint that the stage's weights come from; "" for the model itself
     rows           prefill: the most rows (tokens × sequences) that run at once, where the workload's longest prompt has more;

@@ -59,7 +59,8 @@ class StageTrace(msgspec.Struct, kw_only=True):
 class Traced(Message):
     """The answer to ``Trace``; never dropped. ``failed``: why there are no stages; the engine lives on.
 
-    path   the file, gzipped, which was read back before this was sent; None with ``path_reason``
+    path     the file, gzipped, which was read back before this was sent; None with ``path_reason``
+    rolling  of a schedule: the arm's next such burst replaces the file
     """
 
     arm: str
@@ -72,6 +73,7 @@ class Traced(Message):
     path: str | None = None
     path_reason: str | None = None
     bytes: int | None = None
+    rolling: bool = False
     events: int = 0
     seconds: float = 0.0
     notes: list[str] = msgspec.field(default_factory=list)
