@@ -28,6 +28,21 @@ def finite(param: typer.CallbackParam, value: float | None) -> float | None:
     return value
 
 
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="demo, a directory, a .gguf file, or a hub id.")]
+Blocks = Annotated[
+    int | None,
+    typer.Option("--blocks", metavar="N", min=1, help="Blocks (each arm twice a block, mirrored). [10]"),
+]
+MinSeconds = Annotated[
+    float,
+    typer.Option(
+        "--min-seconds",
+        metavar="SECONDS",
+        min=0,
+        callback=finite,
+        help="Go on until this much was measured, in seconds.",
+    ),
+]
 In = Annotated[
     int | None,
     typer.Option(

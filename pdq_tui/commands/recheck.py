@@ -37,20 +37,8 @@ def recheck(
         str | None,
         typer.Option("--model", metavar="MODEL", help="Where the model lies today. [where it was]"),
     ] = None,
-    blocks: Annotated[
-        int | None,
-        typer.Option("--blocks", metavar="N", min=1, help="Blocks to measure. [the settings' number]"),
-    ] = None,
-    min_seconds: Annotated[
-        float,
-        typer.Option(
-            "--min-seconds",
-            metavar="SECONDS",
-            min=0,
-            callback=flags.finite,
-            help="Measure at least this long.",
-        ),
-    ] = 10.0,
+    blocks: flags.Blocks = None,
+    min_seconds: flags.MinSeconds = 10.0,
     min_effect: flags.MinEffect = None,
     directory: flags.RunsDir = None,
 ) -> None:

@@ -28,9 +28,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
     help="Measure policies on MODEL without a screen. The arms take turns in blocks; the first is the reference."
 )
 def run(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="demo, a directory, a .gguf file, or a hub id.")
-    ],
+    model: flags.Model,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -46,10 +44,7 @@ def run(
     prompts: flags.PromptsFlag = None,
     chat_template: flags.ChatTemplate = None,
     beyond_positions: flags.Beyond = False,
-    blocks: Annotated[
-        int | None,
-        typer.Option("--blocks", metavar="N", min=1, help="Blocks (each arm twice a block, mirrored). [10]"),
-    ] = None,
+    blocks: flags.Blocks = None,
     budget: Annotated[
         float | None,
         typer.Option(
@@ -59,16 +54,7 @@ def run(
             help="Stop measuring after this many seconds. [none]",
         ),
     ] = None,
-    min_seconds: Annotated[
-        float,
-        typer.Option(
-            "--min-seconds",
-            metavar="SECONDS",
-            min=0,
-            callback=flags.finite,
-            help="Go on until this much was measured, in seconds.",
-        ),
-    ] = 10.0,
+    min_seconds: flags.MinSeconds = 10.0,
     solo: Annotated[
         bool,
         typer.Option("--solo/--no-solo", help="First a pass of each policy alone, for its memory in bytes."),

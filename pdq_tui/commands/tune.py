@@ -29,9 +29,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
     "each layer shape, format and row count come first from then on (engine.tuned). Ctrl-C keeps what was measured."
 )
 def tune(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="demo, a directory, a .gguf file, or a hub id.")
-    ],
+    model: flags.Model,
     formats: Annotated[
         str | None,
         typer.Option(

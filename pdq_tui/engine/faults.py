@@ -44,6 +44,11 @@ def kind_of(error: BaseException, free_bytes: int | None = None) -> str:
     return "internal"
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, for a sentence; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def failure(error: BaseException, stage: str | None, device: Device | None) -> Failure:
     """The failure's message. Memory and device errors are fatal: after them the process is replaced, never reused,
     since a caught one keeps tensors alive and a failed assertion poisons the device's context."""

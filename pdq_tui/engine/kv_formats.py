@@ -69,38 +69,12 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Fp8:
-    """E4M3, a scale a row: the largest number of a row becomes 448."""
+class _Byte:
+    """A byte a number and a scale a row: the largest number of a row becomes ``most``."""
 
-    name: ClassVar[str] = "fp8"
-
-    head_dim: int
-
-    @property
-    def group(self) -> int:
-        return self.head_dim
-
-    @property
-    def widths(self) -> tuple[tuple[int, torch.dtype], ...]:
-        return ((self.head_dim, FP8), (1, torch.bfloat16))
-
-    def encode(self, rows: Tensor) -> tuple[Tensor, ...]:
-        rows = rows.float()
-        scale = _scale(rows.abs().amax(-1, keepdim=True), _FP8_MAX)
-        # The scale may have been rounded down: what is above 448 then would read back as NaN.
-        codes = (rows / scale.float()).clamp_(-_FP8_MAX, _FP8_MAX).to(FP8)
-        return codes, scale
-
-    def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        codes, scale = parts
-        return codes.to(dtype).mul_(scale.to(dtype))
-
-
-@dataclass(frozen=True)
-class Int8:
-    """Symmetric, −127 to 127, a scale a row."""
-
-    name: ClassVar[str] = "int8"
+    name: ClassVar[str]
+    codes: ClassVar[torch.dtype]
+    most: ClassVar[float]
 
     head_dim: int
 
@@ -110,16 +84,34 @@ class Int8:
 
     @property
     def widths(self) -> tuple[tuple[int, torch.dtype], ...]:
-        return ((self.head_dim, torch.int8), (1, torch.bfloat16))
+        return ((self.head_dim, self.codes), (1, torch.bfloat16))
 
     def encode(self, rows: Tensor) -> tuple[Tensor, ...]:
         rows = rows.float()
-        scale = _scale(rows.abs().amax(-1, keepdim=True), 127.0)
-        return (rows / scale.float()).round_().clamp_(-127, 127).to(torch.int8), scale
+        scale = _scale(rows.abs().amax(-1, keepdim=True), self.most)
+        # The scale may have been rounded down: what is above ``most`` then has no code, and in E4M3 would read back as NaN.
+        shares = (rows / scale.float()).clamp_(-self.most, self.most)
+        return (shares if self.codes.is_floating_point else shares.round_()).to(self.codes), scale
 
     def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         codes, scale = parts
         return codes.to(dtype).mul_(scale.to(dtype))
+
+
+class Fp8(_Byte):
+    """E4M3."""
+
+    name = "fp8"
+    codes = FP8
+    most = _FP8_MAX
+
+
+class Int8(_Byte):
+    """Symmetric, −127 to 127."""
+
+    name = "int8"
+    codes = torch.int8
+    most = 127.0
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from pdq_tui import locations
 from pdq_tui.core.protocol import Load, ModelInfo
-from pdq_tui.engine import convert, hub
+from pdq_tui.engine import convert, faults, hub
 from pdq_tui.engine.cancel import check, interruptible
 from pdq_tui.engine.census import packable
 from pdq_tui.engine.checkpoint import Checkpoint, HeldMasters, MappedMasters, Masters, few, inspect
@@ -231,7 +231,7 @@ def _config(checkpoint: Checkpoint, command: Load) -> Any:
         )
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UsageError(
-            f"{checkpoint.path.name}: transformers does not know this model: {_first_line(error)}"
+            f"{checkpoint.path.name}: transformers does not know this model: {faults.first_line(error)}"
         ) from error
 
 
@@ -248,7 +248,7 @@ def _tokenizer(checkpoint: Checkpoint, command: Load) -> Any:
         )
     except Exception as error:  # the tokenizers library raises plain Exception from Rust
         raise UsageError(
-            f"{checkpoint.path.name}: the tokenizer cannot be read: {_first_line(error)}"
+            f"{checkpoint.path.name}: the tokenizer cannot be read: {faults.first_line(error)}"
         ) from error
 
 
@@ -290,7 +290,7 @@ def _mapped(
             model = _AUTO.from_config(config, dtype=dtype)
     except ValueError as error:
         raise UsageError(
-            f"{checkpoint.path.name} is no causal language model: {_first_line(error)}"
+            f"{checkpoint.path.name} is no causal language model: {faults.first_line(error)}"
         ) from error
     if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
         return None, None
@@ -384,7 +384,7 @@ def _held(
     try:
         model, found = interruptible(work, cancelled)
     except (ValueError, KeyError, OSError, ImportError) as error:
-        raise PdqError(f"{checkpoint.path.name} cannot be loaded: {_first_line(error)}") from error
+        raise PdqError(f"{checkpoint.path.name} cannot be loaded: {faults.first_line(error)}") from error
     missing = sorted(found["missing_keys"])
     if missing:  # transformers fills them with random numbers
         raise UsageError(
@@ -468,7 +468,3 @@ def _learned_positions(model: Any, positions: int | None) -> bool:
         and module.num_embeddings in (positions, positions + 2)
         for module in model.modules()
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

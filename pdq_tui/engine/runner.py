@@ -140,7 +140,7 @@ def run_request(
         run.go(capacity)
     except (RuntimeError, MemoryError) as error:
         record.valid = False
-        why = "out of memory" if faults.kind_of(error) == "oom" else _first_line(error)
+        why = "out of memory" if faults.kind_of(error) == "oom" else faults.first_line(error)
         record.invalid_reason = f"failed in {run.stage}, step {run.step}: {why}"
         run.close_times()
         raise RequestFailedError(run.stage, run.step, record) from error
@@ -393,7 +393,3 @@ def _all_finite(logits: torch.Tensor) -> bool:
     """NaN and both infinities survive min and max, so two numbers tell; far cheaper than isfinite over bf16."""
     low, high = torch.aminmax(logits)
     return bool(torch.isfinite(low) & torch.isfinite(high))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

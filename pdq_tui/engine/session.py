@@ -17,10 +17,8 @@ from pdq_tui.core import protocol as p
 from pdq_tui.core.kernels import KernelTable, load_kernels
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.tuned import in_use
-from pdq_tui.engine import energy, faults, harness, native, quality, trace, tune
-from pdq_tui.engine.asking import Asker
+from pdq_tui.engine import faults, handlers, native, tune
 from pdq_tui.engine.bench import Bench, Control
-from pdq_tui.engine.canary import Canaries
 from pdq_tui.engine.cancel import Cancelled, check
 from pdq_tui.engine.channel import Inbox
 from pdq_tui.engine.device import Device, open_device
@@ -28,10 +26,8 @@ from pdq_tui.engine.loader import LoadedModel, load_model, load_source
 from pdq_tui.engine.peaks import peaks
 from pdq_tui.engine.prompts import prepare
 from pdq_tui.engine.runner import Arm, RequestFailedError
-from pdq_tui.engine.serving import Serving
 from pdq_tui.engine.spread import refuse_processes
 from pdq_tui.engine.staged import StagedArm, StagedModel
-from pdq_tui.engine.windows import windows as cut
 from pdq_tui.errors import PdqError, UsageError
 
 #: Progress is sent at most this often, in seconds; each task's first and last are always sent.
@@ -72,31 +68,31 @@ class Session:
                 case p.SetWorkload():
                     self._set_workload(number, command)
                 case p.StartLoop():
-                    self._run(number, lambda bench, control: bench.loop(command, control))
+                    self.run(number, lambda bench, control: bench.loop(command, control))
                 case p.RunBlocks():
-                    self._run_blocks(number, command)
+                    handlers.run_blocks(self, number, command)
                 case p.Guard():
                     self._guard(command)
                 case p.Trace():
                     stage = "trace"
-                    self._trace(number, command)
+                    handlers.trace_burst(self, number, command)
                 case p.MeasureEnergy():
                     stage = "energy"
-                    self._energy(number, command)
+                    handlers.measure_energy(self, number, command)
                 case p.Score():
-                    self._run(number, lambda bench, control: self._score(bench, control, command))
+                    self.run(number, lambda bench, control: handlers.score(self, bench, control, command))
                 case p.Ask():
-                    self._run(number, lambda bench, control: self._ask(bench, control, command))
+                    self.run(number, lambda bench, control: handlers.ask(self, bench, control, command))
                 case p.LmEval():
                     stage = "lm-eval"
-                    self._run(number, lambda bench, control: self._lm_eval(bench, control, command))
+                    self.run(number, lambda bench, control: handlers.lm_eval(self, bench, control, command))
                 case p.Tune():
                     stage = "tune"
-                    self._run(number, lambda bench, control: self._tune(control, command))
+                    self.run(number, lambda bench, control: handlers.tune_kernels(self, control, command))
                 case p.Serve():
-                    self._run(number, lambda bench, control: self._serve(bench, control, command))
+                    self.run(number, lambda bench, control: handlers.serve(self, bench, control, command))
                 case p.Soak():
-                    self._run(number, lambda bench, control: self._soak(bench, control, command))
+                    self.run(number, lambda bench, control: handlers.soak(self, bench, control, command))
                 case _:
                     self.send(p.Note(level="warn", text=f"the engine has no use for {stage}"))
         except RequestFailedError as failed:
@@ -123,7 +119,7 @@ class Session:
     # -- tasks -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _task(self, task: str, label: str) -> Iterator[None]:
+    def task(self, task: str, label: str) -> Iterator[None]:
         """Sends TaskEnded whatever happens; passes on PdqError and Cancelled."""
         begin = time.monotonic()
 
@@ -143,7 +139,8 @@ class Session:
             raise
         ended(True)
 
-    def _progress(self, task: str, unit: str) -> Callable[[float, float | None, str], None]:
+    def progress(self, task: str, unit: str) -> Callable[[float, float | None, str], None]:
+        """Sends the progress of ``task`` (done, total, label) as often as PROGRESS_EVERY_S allows."""
         last = 0.0
 
         def progress(done: float, total: float | None, label: str) -> None:
@@ -159,7 +156,7 @@ class Session:
         """Before anything asks what this device can do. Without them everything works, some of it slower."""
         if command.kernels == "torch" or device.kind != "cpu":
             return
-        progress = self._progress("load", "")
+        progress = self.progress("load", "")
 
         def poll() -> None:
             check(cancelled)
@@ -189,16 +186,16 @@ class Session:
         self.ready.clear()
         gc.collect()
         try:
-            with self._task("load", command.model):
+            with self.task("load", command.model):
                 refuse_processes()
                 device = self.device = open_device(command.device, command.gpu, command.threads)
                 device.reset_peak()
                 self._own_kernels(command, device, cancelled)
-                model = load_model(command, device, self._progress("load", ""), cancelled)
+                model = load_model(command, device, self.progress("load", ""), cancelled)
                 peak = device.peak_bytes()  # of loading: the probes' buffers come after it
                 info = self.info = device.info()
                 cache = Path(command.cache_dir) if command.cache_dir else locations.cache_dir()
-                found = peaks(device, info, cache, self._progress("load", "probes"), cancelled)
+                found = peaks(device, info, cache, self.progress("load", "probes"), cancelled)
                 best = found.best
                 info.read_peak_gbps, info.read_peak_method = best.read_gbps, best.read_method
                 info.compute_peak_tflops, info.copy_peak_gbps = dict(best.compute_tflops), best.copy_gbps
@@ -261,7 +258,7 @@ class Session:
             )
         )
 
-    def _pack(self, label: str, policy: Policy, hard: bool, cancelled: Callable[[], bool]) -> StagedArm:
+    def pack(self, label: str, policy: Policy, hard: bool, cancelled: Callable[[], bool]) -> StagedArm:
         """Make ``label`` follow ``policy``: pack what is missing. Raises PdqError, Cancelled."""
         if self.staged is None or self.bench is None:
             raise UsageError("no model is loaded")
@@ -270,7 +267,7 @@ class Session:
             rows=self._rows(),
             request=self._request(),
             hard=hard,
-            progress=self._progress("pack", "B"),
+            progress=self.progress("pack", "B"),
             cancelled=cancelled,
         )
         self.bench.set_arm(Arm(label, policy, ready), packed_anew=not ready.resident)
@@ -280,13 +277,13 @@ class Session:
     def _set_arm(self, number: int, command: p.SetArm) -> None:
         label, policy, begin = command.arm, command.policy, time.monotonic()
         try:
-            with self._task("pack", f"{label}: {policy.name}"):
-                ready = self._pack(label, policy, command.hard, lambda: self.inbox.cancelled(number))
+            with self.task("pack", f"{label}: {policy.name}"):
+                ready = self.pack(label, policy, command.hard, lambda: self.inbox.cancelled(number))
         except Cancelled:
             self._refuse(command, PdqError("cancelled"))
             if self.staged is not None and self.staged.compiler.busy:
                 # The C++ compiler cannot be stopped half-way, and nothing may be measured beside it.
-                with self._task("pack", "what was being compiled is finished"):
+                with self.task("pack", "what was being compiled is finished"):
                     self.staged.compiler.settle()
             return
         except PdqError as error:
@@ -351,7 +348,8 @@ class Session:
 
     # -- runs --------------------------------------------------------------------------------------------------------
 
-    def _run(self, number: int, run: Callable[[Bench, Control], None]) -> None:
+    def run(self, number: int, run: Callable[[Bench, Control], None]) -> None:
+        """Run something on the loaded model that a stop ends; a PdqError is told, and ends it as failed."""
         try:
             if self.bench is None:
                 raise UsageError("no model is loaded")
@@ -370,182 +368,11 @@ class Session:
             )
             self.send(p.RunEnded(reason="failed", requests=0))
 
-    def _score(self, bench: Bench, control: Control, command: p.Score) -> None:
-        assert self.model is not None and self.device is not None
-        tokenizer, info = self.model.tokenizer, self.model.info
-        windows = cut(command, tokenizer, info)
-        arms = [bench.arm(label) for label in command.arms]
-        scores = quality.Judge(self.device, bench.arm(command.base), arms, command).score(windows)
-        done, total = 0, len(windows) * len(arms)
-        on = {"text": "on a text", "sample": "on the base's own sample"}[command.forced]
-        what = "quality, prefill path" if command.path == "prefill" else f"quality, decode path {on}"
-        while not control.stopped():
-            self.send(p.Progress(task="score", label=what, done=done, total=total, unit="windows"))
-            scored = next(scores, None)
-            if scored is None:
-                break
-            self.send(scored)
-            done += 1
-        self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
-
-    def _ask(self, bench: Bench, control: Control, command: p.Ask) -> None:
-        assert self.model is not None and self.device is not None
-        asker = Asker(self.device, self.model, bench.arm(command.arm), prompt_sets.built_in)
-        done, total = 0, len(command.questions)
-        for question in command.questions:
-            if control.stopped():
-                break
-            what = f"{command.arm}: {question.id}"
-            self.send(p.Progress(task=command.task, label=what, done=done, total=total, unit="questions"))
-            self.send(asker.answer(question, control.stopped))
-            done += 1
-        self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
-
-    def _lm_eval(self, bench: Bench, control: Control, command: p.LmEval) -> None:
-        assert self.model is not None and self.device is not None
-        model, device, arm = self.model, self.device, bench.arm(command.arm)
-        tell = self._progress("lm-eval", "requests")
-        label = f"{arm.label}: lm-eval {', '.join(command.tasks)}"
-
-        def requests(kind: type) -> harness.StagedRequests:
-            made: harness.StagedRequests = kind(
-                device, arm, model.tokenizer, model.info, model.eos, control.stopped,
-                lambda done, total: tell(done, total, label),
-            )  # fmt: skip
-            return made
-
-        tell(0, None, label)
-        try:
-            found = harness.evaluate(command.tasks, command.limit, command.seed, requests)
-        except Cancelled:
-            self.send(p.RunEnded(reason="stopped", requests=0))
-            return
-        for fields in found:
-            self.send(harness.told(arm, fields))
-        self.send(p.RunEnded(reason="done", requests=len(found)))
-
-    def _tune(self, control: Control, command: p.Tune) -> None:
-        assert self.staged is not None and self.device is not None and self.info is not None
-        tuner = tune.Tuner(self.staged, self.device, self.info, command)
-        self.send(tuner.started())
-        done, reason = 0, "done"
-        try:
-            for timed in tuner.run(control.stopped, self._progress("tune", "measurements")):
-                self.send(timed)
-                done += 1
-        except Cancelled:
-            reason = "stopped"
-        self.staged.give_back()
-        self.send(p.RunEnded(reason=reason, requests=done))
-
-    def _energy(self, number: int, command: p.MeasureEnergy) -> None:
-        """Stage-pure loops of each arm, in windows that the host holds against an energy counter."""
-
-        def cancelled() -> bool:
-            return self.inbox.cancelled(number) or self.inbox.stopped(number)
-
-        try:
-            with self._task("energy", ", ".join(command.arms)):
-                if self.bench is None or self.bench.prepared is None or self.device is None:
-                    raise UsageError("there is no model and workload to run yet")
-                prepared, done = self.bench.prepared, 0
-                progress = self._progress("energy", "windows")
-                for label in command.arms:
-                    loops = energy.Loops(
-                        self.device,
-                        self.bench.arm(label),
-                        prepared.batches[0],
-                        prepared.capacity,
-                        prepared.workload.output_tokens,
-                        cancelled,
-                    )
-                    for window in energy.WINDOWS:
-                        if window == "decode" and prepared.workload.output_tokens < 2:
-                            continue
-                        progress(done, len(command.arms) * len(energy.WINDOWS), f"energy: {label}, {window}")
-                        self.send(loops.run(window, command.seconds))
-                        done += 1
-                self.bench.disturbed()
-        except (Cancelled, PdqError):
-            return  # the task's end has told it
-
-    def _trace(self, number: int, command: p.Trace) -> None:
-        """A burst beside everything that is measured: a block around it is given up."""
-        try:
-            if (
-                self.bench is None
-                or self.bench.prepared is None
-                or self.device is None
-                or self.staged is None
-            ):
-                raise UsageError("there is no model and workload to profile yet")
-            bench, prepared = self.bench, self.bench.prepared
-            arm = bench.arm(command.arm)
-            bench.disturbed()
-            with self._task("trace", command.arm):
-                done = trace.trace(
-                    self.device,
-                    arm,
-                    prepared.batches[0],
-                    prepared.capacity,
-                    command.steps,
-                    Path(command.folder) if command.folder else None,
-                    self.staged.kernels,
-                    self._progress("trace", ""),
-                    lambda: self.inbox.cancelled(number),
-                    warm=bench.is_warm(command.arm),
-                    rolling=command.rolling,
-                )
-        except Cancelled:
-            done = p.Traced(arm=command.arm, policy="", rolling=command.rolling, failed="cancelled")
-        except PdqError as error:
-            done = p.Traced(arm=command.arm, policy="", rolling=command.rolling, failed=error.message)
-        self.send(done)
-
     def _guard(self, command: p.Guard) -> None:
         if self.bench is None:
             self.send(p.Note(level="warn", text="there is no model yet that could be guarded"))
             return
         self.bench.set_guard(command)
-
-    def _serve(self, bench: Bench, control: Control, command: p.Serve) -> None:
-        assert self.model is not None and self.staged is not None
-        progress = self._progress("serve", "s")
-        try:
-            with Serving(
-                self.staged, self.model, bench.arm(command.arm), command, control.stopped
-            ) as serving:
-                done = 0
-                for event in serving.run(control.stopped, progress):
-                    self.send(event)
-                    done += isinstance(event, p.Served)
-        except Cancelled:
-            self.send(p.RunEnded(reason="stopped", requests=0))
-            return
-        self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
-
-    def _soak(self, bench: Bench, control: Control, command: p.Soak) -> None:
-        assert self.model is not None and self.device is not None
-        prompts = [batch.ids[:1] for batch in bench.prompts()[: command.canary_prompts]]
-        canaries = Canaries(self.device, bench.arm(command.arm), prompts, command)
-        bench.warm_up(command.arm, control.stopped)
-        begin = time.monotonic()
-        self.send(canaries.sing())
-        done, sung = 0, 0.0
-        while not control.stopped() and (at := time.monotonic() - begin) < command.seconds:
-            if at - sung >= command.canary_every_s:
-                sung = at
-                self.send(canaries.sing())
-            self.send(
-                p.Progress(
-                    task="soak", label=f"{command.arm}: soak", done=at, total=command.seconds, unit="s"
-                )
-            )
-            bench.request(command.arm, done, "soak", control.stopped)
-            done += 1
-        if not control.stopped():
-            self.send(canaries.sing())
-        self.send(p.RunEnded(reason="stopped" if control.stopped() else "done", requests=done))
 
     def _between(self) -> bool:
         """Carry out the arms, workloads, bursts and energy loops that wait; True where something else waits, which ends the loop."""
@@ -557,39 +384,3 @@ class Session:
                 return True
             self.handle(*taken)
         return False
-
-    def _run_blocks(self, number: int, command: p.RunBlocks) -> None:
-        def repack(labels: list[str]) -> None:
-            assert self.bench is not None
-            for label in labels:
-                policy = self.bench.arms[label].policy
-                self._pack(label, policy, self.hard.get(label, False), lambda: self.inbox.stopped(number))
-
-        alone: list[str] = []
-
-        def solo(label: str) -> None:
-            assert self.bench is not None and self.staged is not None
-            alone[:] = [label]
-            self.staged.release([self.ready[label]])
-            for other, arm in self.bench.arms.items():
-                if other != label:
-                    self.bench.forget_warm(arm.policy.digest)
-            repack([label])
-            self.staged.give_back()
-
-        def together() -> None:
-            assert self.bench is not None
-            repack(list(self.bench.arms))
-            alone.clear()
-
-        def run(bench: Bench, control: Control) -> None:
-            # In a measurement nothing is changed on the way.
-            fixed = Control(stopped=control.stopped)
-            try:
-                bench.blocks(command, fixed, solo, together)
-            finally:
-                for label in [label for label in bench.arms if alone and label not in alone]:
-                    # Stopped before all were together again: the weights of this arm were let go.
-                    del bench.arms[label], self.ready[label]
-
-        self._run(number, run)

@@ -203,7 +203,7 @@ def trace(
     except Exception as error:
         if faults.kind_of(error) in ("oom", "device"):
             raise
-        out.failed = f"the profiler failed: {_first_line(error)}"
+        out.failed = f"the profiler failed: {faults.first_line(error)}"
     out.seconds = time.monotonic() - began
     return out
 
@@ -358,7 +358,3 @@ def _tables(
                 calls.get(stage.stage, {}), stage.steps, covered.kernels, table
             )
     out.stages = stages
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -21,7 +21,7 @@ from pdq_tui.core import protocol as p
 from pdq_tui.core.formats import Format, of_label
 from pdq_tui.core.kernels import Candidate, KernelTable, Use
 from pdq_tui.core.tuned import MAX_ERROR_FACTOR, TIE, label_of, ranges
-from pdq_tui.engine import native
+from pdq_tui.engine import faults, native
 from pdq_tui.engine.cancel import check
 from pdq_tui.engine.census import Layer
 from pdq_tui.engine.device import Device
@@ -251,7 +251,7 @@ class Tuner:
             check(cancelled)
             self._first(runner, x, wanted, columns)
         alive = [runner for runner in runners if runner.error is not None]
-        own = self._own_error(group, wide, few, wanted, columns, cancelled)
+        own, why = self._own_error(group, wide, few, wanted, columns, cancelled)
         bound = own if own is not None else min((r.error for r in alive if r.error is not None), default=None)
         for runner in alive:
             assert runner.error is not None and bound is not None
@@ -266,7 +266,8 @@ class Tuner:
         held = max((sum(map(_held, copies[r.candidate.layout])) for r in runners), default=0)
         return p.KernelsTimed(
             format=label_of(fmt), dtype=self._dtype(fmt), N=layer.N, K=group.k, layers=group.matrices,
-            rows=rows, rows_low=span[0], rows_high=span[1], times=times, own_error=own, rotating_bytes=held,
+            rows=rows, rows_low=span[0], rows_high=span[1], times=times, own_error=own, own_reason=why,
+            rotating_bytes=held,
         )  # fmt: skip
 
     def _first(self, runner: _Runner, x: Tensor, wanted: Tensor, columns: Tensor) -> None:
@@ -276,8 +277,7 @@ class Tuner:
             runner.error = float((got - wanted).norm() / wanted.norm().clamp_min(1e-300))
             seconds = self._sample(runner, x)
         except (RuntimeError, NotImplementedError, TypeError, ValueError, PdqError) as error:
-            words = str(error).strip().splitlines()
-            runner.error, runner.excluded = None, f"it failed: {words[0] if words else type(error).__name__}"
+            runner.error, runner.excluded = None, f"it failed: {faults.first_line(error)}"
             return
         runner.calls = max(1, min(len(runner.layers), int(SAMPLE_MS / 1e3 / max(seconds, 1e-9))))
 
@@ -319,15 +319,15 @@ class Tuner:
         wanted: Tensor,
         columns: Tensor,
         cancelled: Callable[[], bool],
-    ) -> float | None:
-        """Relative error of the format itself: weights (and activations) rounded as it says, multiplied in float32, the
-        result rounded to the model's dtype. None where nothing multiplies it so here."""
+    ) -> tuple[float | None, str | None]:
+        """(relative error of the format itself: weights (and activations) rounded as it says, multiplied in float32, the
+        result rounded to the model's dtype; why there is none)."""
         fmt, N, K = group.fmt, group.layer.N, group.layer.K
         if fmt.dense:
             weights = dense_dtype(fmt, self._staged.dtype)
             exact = x.to(weights).double() @ wide[columns].to(weights).double().t()
             rounded = exact.to(weights).to(x.dtype)
-            return float((rounded.double() - wanted).norm() / wanted.norm().clamp_min(1e-300))
+            return float((rounded.double() - wanted).norm() / wanted.norm().clamp_min(1e-300)), None
         exactly = [
             c
             for c in self._table.of(fmt)
@@ -336,20 +336,28 @@ class Tuner:
             and c.shape_misfit(N, group.k, x.shape[0], fmt.group_size) is None
         ]
         asked = [(c, "fp32", N, group.k) for c in exactly if c.probe]
-        broken = {name for name, *_ in self._staged.prober.broken(asked, cancelled)} if asked else set()
+        broken = (
+            {name: why for (name, *_), why in self._staged.prober.broken(asked, cancelled).items()}
+            if asked
+            else {}
+        )
+        reasons = []
         for c in sorted(exactly, key=lambda c: (c.rank, c.name)):
             if c.name in broken:
+                reasons.append(f"{c.name} failed its probe: {broken[c.name]}")
                 continue
             spec = Spec(fmt, c.layout, N, K, group.k, torch.float32)
             try:
                 packed = pack_all(spec, wide.float(), self._device.torch_device, cancelled)
                 got = OPS[c.op](packed, None, self._staged.scratch)(x.float())[:, columns].to(x.dtype)
-            except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            except (RuntimeError, NotImplementedError, TypeError, ValueError, PdqError) as error:
+                reasons.append(f"{c.name} failed: {faults.first_line(error)}")
                 continue
-            error = float((got.double() - wanted).norm() / wanted.norm().clamp_min(1e-300))
-            if error > 0:
-                return error
-        return None
+            off = float((got.double() - wanted).norm() / wanted.norm().clamp_min(1e-300))
+            if off > 0:
+                return off, None
+            reasons.append(f"{c.name} is exact to the last bit")
+        return None, "; ".join(reasons) or "nothing multiplies it in float32 here"
 
     def _times(
         self, group: _Group, runners: Sequence[_Runner], rows: int, broken: dict[str, str]

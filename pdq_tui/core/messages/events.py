@@ -306,6 +306,7 @@ class KernelsTimed(Message):
     rows_high: int
     times: list[CandidateTime]
     own_error: float | None = None
+    own_reason: str | None = None
     rotating_bytes: int = 0
 
 
