@@ -286,7 +286,9 @@ def test_decoder_layers_are_compiled_around_bitsandbytes(word, make, tiny_llama)
     _, wanted = run(make(tiny_llama).apply(find_policy(word), rows=(1, 16)), ids, 6)
     arm = make(tiny_llama, layers="auto").apply(find_policy(word), rows=(1, 16))
     cover = arm.coverage["decode"]
-    assert (cover.runner, cover.runner_reason) == ("inductor", None)
+    # with our own kernels loaded (another file of this process may have), or without them
+    reasons = "which our own layers do not call", "native-layer needs this project's own CPU kernels"
+    assert cover.runner == "inductor" and any(reason in str(cover.runner_reason) for reason in reasons)
     _, got = run(arm, ids, 6)
     torch.testing.assert_close(got, wanted, rtol=1e-3, atol=0.05 if word == "llm-int8" else 2e-3)
 
