@@ -29,11 +29,12 @@ def tensors(B: int, H: int, heads: int, P: int, D: int) -> tuple[torch.Tensor, t
 def wanted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
-    """float64 [B, P, H, D]."""
-    at = torch.arange(q.shape[2])
-    seen = at[None] <= at[:, None]
+    """float64 [B, P, H, D]; queries are of the last P positions."""
+    at = torch.arange(k.shape[2])
+    mine = at[k.shape[2] - q.shape[2] :, None]
+    seen = at[None] <= mine
     if window is not None:
-        seen &= at[None] > at[:, None] - window
+        seen &= at[None] > mine - window
     out = F.scaled_dot_product_attention(
         q.double(), k.double(), v.double(), attn_mask=seen, scale=scale, enable_gqa=True
     )
@@ -62,6 +63,16 @@ def test_a_window_hides_what_lies_before_it(window: int) -> None:
     q, k, v = tensors(1, 6, 2, 300, 64)
     got = prefill_native.causal(q, k, v, None, window)
     assert error(got, wanted(q, k, v, 64**-0.5, window)) < 4e-3
+
+
+@pytest.mark.parametrize("window", [None, 1, 40, 200])
+@pytest.mark.parametrize("P", [1, 11, 12, 100, 129])
+def test_a_piece_of_a_prompt_sees_what_earlier_ones_wrote(P: int, window: int | None) -> None:
+    q, k, v = tensors(2, 6, 2, 300, 64)
+    got = prefill_native.causal(q[:, :, -P:], k, v, None, window)
+    assert error(got, wanted(q[:, :, -P:], k, v, 64**-0.5, window)) < 4e-3
+    whole = prefill_native.causal(q, k, v, None, window)
+    torch.testing.assert_close(got, whole[:, -P:], rtol=2e-2, atol=2e-2)
 
 
 def test_what_comes_later_changes_nothing_before_it() -> None:

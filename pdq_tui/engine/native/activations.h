@@ -91,24 +91,25 @@ inline float sum_half(const int16_t* q, float scale) {
   return sum8(_mm256_cvtepi32_ps(pairs)) * scale;
 }
 
-// x [rows, K] → whole numbers [rows, k], k ≥ K and a multiple of BLOCK. tokens: one scale a row, else one a block.
+// x [rows, K] → whole numbers [rows, k], k ≥ K and a multiple of BLOCK. tokens: one scale a row, else one a block. sums: of
+// halves as well, which weights with a zero point need.
 template <typename T>
-void quantize_rows(const T* x, int64_t rows, int64_t K, int64_t k, bool tokens, Activations& out) {
+void quantize_rows(const T* x, int64_t rows, int64_t K, int64_t k, bool tokens, bool sums, Activations& out) {
   out.rows = rows, out.k = k, out.blocks = tokens ? 1 : k / BLOCK;
   const int64_t halves = k / HALF, width = tokens ? k : BLOCK;
   out.q.resize(rows * k);
   out.scale.resize(rows * out.blocks);
-  out.sum.resize(rows * halves);
+  out.sum.resize(sums ? rows * halves : 0);
   each_row(rows, [&](int64_t r) {
     int16_t* q = out.q.data() + r * k;
-    float *scale = out.scale.data() + r * out.blocks, *sum = out.sum.data() + r * halves;
+    float* scale = out.scale.data() + r * out.blocks;
     std::memset(q + K, 0, (k - K) * sizeof *q);
     for (int64_t b = 0; b < out.blocks; ++b) {
       const int64_t begin = b * width, n = std::min(width, K - begin);
       if (n > 0) quantize(x + r * K + begin, n, tokens ? 127.0f : 32767.0f, q + begin, scale + b);
       else scale[b] = 1.0f;  // a block of padding
     }
-    for (int64_t h = 0; h < halves; ++h) sum[h] = sum_half(q + h * HALF, scale[h * HALF / width]);
+    for (int64_t h = 0; sums && h < halves; ++h) out.sum[r * halves + h] = sum_half(q + h * HALF, scale[h * HALF / width]);
   });
 }
 

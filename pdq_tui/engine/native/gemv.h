@@ -96,7 +96,6 @@ inline void scales_int4(const Activations& x, int64_t from, const Groups& g, con
   float* by_group = room + R * g.span;
   // One unit a group: no pass of its own for the factors.
   const bool at_once = per_group == 1;
-  float* by_unit = per_group == 1 ? by_group : by_group + g.padded;
   __m256 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_ps();
   for (int64_t i = 0; i < g.groups; i += 8) {
@@ -109,7 +108,8 @@ inline void scales_int4(const Activations& x, int64_t from, const Groups& g, con
       if (at_once) _mm256_storeu_ps(room + r * g.span + i, _mm256_mul_ps(s, _mm256_loadu_ps(g.factors.data() + (from + r) * g.span + i)));
     }
   }
-  if (per_group > 1)
+  float* by_unit = by_group + g.padded;
+  if (!at_once)
     for (int64_t i = 0; i < g.groups; ++i)
       for (int64_t u = 0; u < per_group; ++u) by_unit[i * per_group + u] = by_group[i];
   for (int r = 0; r < R; ++r) {

@@ -1,8 +1,10 @@
 // One token a sequence through a whole decoder layer of Llama's kind: RMS norms, grouped-query attention with rotary
 // positions over the layer's cache, a gated MLP. One call and five waits of the threads for each other a layer, where
-// single operators are ten calls and as many waits; what is computed twice by all threads is a row's norm and rounding.
+// single operators are ten calls and as many waits; every thread computes norms, rounding and the join of attention's pieces
+// for itself.
 //
-// Sums are float32. What is handed on is rounded to T where a matrix or the cache takes it, and nowhere between.
+// Sums are float32. Results are rounded to T where they are stored as such: of each matrix and each sum with the residual, of a
+// head's norm and its turn; not inside of them.
 #pragma once
 
 #include "cache_ops.h"
@@ -82,12 +84,11 @@ void project(const Linear* const (&linears)[COUNT], T* const (&outs)[COUNT], con
   int64_t total = 0, begin = 0;
   for (const Linear* w : linears) total += w->N;
   const Share mine(total);
-  bool read = false;
   for (size_t i = 0; i < COUNT; begin += linears[i]->N, ++i) {
     const Linear& w = *linears[i];
     const int64_t first = std::max<int64_t>(0, mine.first - begin), last = std::min(w.N, mine.last - begin);
     if (first >= last) continue;
-    if (!read || !in.serves(x, w)) in.read(x, rows, w), read = true;
+    if (!in.serves(x, w)) in.read(x, rows, w);
     few_rows(w, in, first, last, outs[i], w.N);
   }
 }
@@ -97,9 +98,16 @@ struct Channels {
   const float *mean, *spread;
 };
 
-// x and out [B, hidden]; cos and sin [B, D]; slot: where the new position is written, of the attention's count of them.
+// cos and sin of the positions: [D] of row b at b * stride; 0: one position for all.
 template <typename T>
-void run_layer(const Layer<T>& layer, const T* x, const T* cos, const T* sin, const Channels& channels, Attention& attention, int64_t slot, T* out) {
+struct Turns {
+  const T *cos, *sin;
+  int64_t stride;
+};
+
+// x and out [B, hidden]; slot: where the new position is written, of the attention's count of them.
+template <typename T>
+void run_layer(const Layer<T>& layer, const T* x, const Turns<T>& turns, const Channels& channels, Attention& attention, int64_t slot, T* out) {
   const LayerCache& cache = attention.cache;
   const int64_t B = cache.B, D = cache.D, G = attention.G, hidden = layer.down.N, inner = layer.gate.N;
   std::vector<T> q(B * layer.q.N), k(B * layer.k.N), v(B * layer.v.N), state(B * hidden), gate(B * inner), up(B * inner);
@@ -113,14 +121,15 @@ void run_layer(const Layer<T>& layer, const T* x, const T* cos, const T* sin, co
 #pragma omp barrier
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < attention.items(); ++item) {
-      const int64_t head = attention.head(item), b = head / cache.kv_heads;
+      const int64_t head = attention.head(item), turn = head / cache.kv_heads * turns.stride;
+      const T *cos = turns.cos + turn, *sin = turns.sin + turn;
       for (int64_t g = 0; g < G; ++g)
-        turned(q.data() + (head * G + g) * D, layer.q_norm, layer.eps, cos + b * D, sin + b * D, D, room.data(), query.data() + g * D);
+        turned(q.data() + (head * G + g) * D, layer.q_norm, layer.eps, cos, sin, D, room.data(), query.data() + g * D);
       const float *mean = channels.mean + head * D, *spread = channels.spread + head * D;
       if (channels.mean != nullptr)
         for (int64_t i = 0; i < G * D; ++i) query[i] *= spread[i % D];
       if (slot >= attention.first(item) && slot < attention.last(item)) {
-        turned(k.data() + head * D, layer.k_norm, layer.eps, cos + b * D, sin + b * D, D, room.data(), key.data());
+        turned(k.data() + head * D, layer.k_norm, layer.eps, cos, sin, D, room.data(), key.data());
         if (channels.mean != nullptr)
           for (int64_t i = 0; i < D; ++i) key[i] = (key[i] - mean[i]) / spread[i];
         cache.write(0, head, slot, key.data());

@@ -41,11 +41,12 @@ inline int64_t most_few(Form form) {
 template <int n>
 using Count = std::integral_constant<int, n>;
 
-// Calls f(R, first of R rows, channel) until all rows × channels [first, last) are covered.
+// Calls f(R, first of R rows, channel) until all rows × channels [first, last) are covered: a channel for all rows, so that
+// its weights come from the memory once.
 template <int64_t MOST = GEMV_ROWS, typename F>
 void by_rows(int64_t rows, int64_t first, int64_t last, F f) {
-  for (int64_t from = 0; from < rows; from += MOST)
-    for (int64_t n = first; n < last; ++n) switch (std::min<int64_t>(MOST, rows - from)) {
+  for (int64_t n = first; n < last; ++n)
+    for (int64_t from = 0; from < rows; from += MOST) switch (std::min<int64_t>(MOST, rows - from)) {
         case 8: if constexpr (MOST >= 8) f(Count<8>{}, from, n); break;
         case 7: if constexpr (MOST >= 8) f(Count<7>{}, from, n); break;
         case 6: if constexpr (MOST >= 8) f(Count<6>{}, from, n); break;
@@ -104,7 +105,7 @@ struct Input {
       }
       return;
     }
-    quantize_rows(x, rows, w.K, k, w.tokens(), a);
+    quantize_rows(x, rows, w.K, k, w.tokens(), w.int4(), a);
     if (w.int4()) groups.emplace(a, group);
 #ifdef PDQ_WIDE
     if (form == Form::w8a8) bytes.read(a);

@@ -56,7 +56,7 @@ template <typename T>
 void run_int8(const Tensor& x, const Tensor& w, const Tensor& scales, bool tokens, Tensor& out) {
   const int64_t rows = x.size(0), N = w.size(0), k = w.size(1);
   Activations a;
-  quantize_rows(data<const T>(x), rows, x.size(1), k, tokens, a);
+  quantize_rows(data<const T>(x), rows, x.size(1), k, tokens, false, a);
   const int8_t* weights = data<const int8_t>(w);
   const T* by = data<const T>(scales);
   T* to = data<T>(out);
@@ -111,7 +111,7 @@ Tensor int8(Tensor x, Tensor w, Tensor scales, bool tokens) {
 void run_int4(const Tensor& x, const Tensor& w, const Tensor& scales, int64_t group, bool tokens, Tensor& out) {
   const int64_t rows = x.size(0), N = w.size(0), k = w.size(1) * 2, groups = k / group;
   Activations a;
-  quantize_rows(data<const bf16>(x), rows, x.size(1), k, tokens, a);
+  quantize_rows(data<const bf16>(x), rows, x.size(1), k, tokens, true, a);
   const uint8_t* weights = data<const uint8_t>(w);
   const bf16* by = data<const bf16>(scales);
   bf16* to = data<bf16>(out);
@@ -236,27 +236,31 @@ void widen_nested_rows(Tensor w, Tensor residual, Tensor scales, Tensor out) {
 // -- attention over a prompt ------------------------------------------------------------------------------------------
 
 #ifdef PDQ_PREFILL
-// q [B, H, P, D], k and v [B, heads, P, D] of bf16, D contiguous → [B, P, H, D]. window: positions that a query sees.
+// q [B, H, P, D], the last P of T positions; k and v [B, heads, T, D], all bf16, D contiguous → [B, P, H, D]. window: positions that a query sees.
 Tensor causal(Tensor q, Tensor k, Tensor v, double scaling, int64_t window) {
   for (const Tensor* t : {&q, &k, &v})
     expect(t->dim() == 4 && t->scalar_type() == ScalarType::BFloat16 && t->stride(3) == 1, "[B, heads, P, D] of bf16, D contiguous, is expected");
-  const int64_t B = q.size(0), H = q.size(1), P = q.size(2), D = q.size(3), heads = k.size(1);
+  const int64_t B = q.size(0), H = q.size(1), P = q.size(2), D = q.size(3), heads = k.size(1), T = k.size(2);
   for (const Tensor* t : {&k, &v})
-    expect(t->size(0) == B && t->size(1) == heads && t->size(2) == P && t->size(3) == D, "keys and values of the queries' positions are expected");
-  expect(H % heads == 0 && D % 32 == 0 && window > 0 && P <= INT32_MAX, "heads of a multiple of 32, and a window");
+    expect(t->size(0) == B && t->size(1) == heads && t->size(2) == T && t->size(3) == D, "keys and values of the same positions are expected");
+  expect(H % heads == 0 && D % 32 == 0 && window > 0 && P <= T && T <= INT32_MAX, "heads of a multiple of 32, a window, and keys of all queries");
   Tensor out = torch::stable::new_empty(q, {B, P, H, D});
   const auto view = [](const Tensor& t) { return wide::Heads{data<const bf16>(t), t.stride(0), t.stride(1), t.stride(2)}; };
-  wide::attend_prompt(view(q), view(k), view(v), B, H, heads, P, D, static_cast<float>(scaling), std::min(window, P), data<bf16>(out));
+  wide::attend_prompt(view(q), view(k), view(v), B, H, heads, P, T, D, static_cast<float>(scaling), std::min(window, T), data<bf16>(out));
   return out;
 }
 #endif
 
 // -- a whole decoder layer --------------------------------------------------------------------------------------------
 
-// tensors: weight, scales, residual and bias of each of seven matrices, empty where there is none; numbers: form, K and group.
+// Norms stand before the matrices in what describes a layer.
+constexpr int64_t NORMS = 4;
+
+// tensors: the norms, then weight, scales, residual and bias of each of seven matrices, empty where there is none; numbers: form,
+// K and group.
 template <typename T>
 Linear linear_of(const std::vector<Tensor>& tensors, const std::vector<int64_t>& numbers, int64_t which) {
-  const Tensor *given = tensors.data() + 4 * which, &w = given[0];
+  const Tensor *given = tensors.data() + NORMS + 4 * which, &w = given[0];
   const auto form = static_cast<Form>(numbers[3 * which]);
   const int64_t K = numbers[3 * which + 1], group = numbers[3 * which + 2];
   const auto pointer = [](const Tensor& t) -> const void* { return t.numel() == 0 ? nullptr : t.data_ptr(); };
@@ -286,13 +290,13 @@ Linear linear_of(const std::vector<Tensor>& tensors, const std::vector<int64_t>&
 Tensor layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> tensors, std::vector<int64_t> numbers, double eps, double scaling,
              Tensor cache_data, Tensor cache_scale, Tensor cache_low, Tensor mean, Tensor spread, int64_t slot, int64_t count, Tensor mask) {
   expect(tensors.size() == 32 && numbers.size() == 21, "32 tensors and 21 numbers describe a layer");
-  expect(x.dim() == 3 && x.size(1) == 1 && x.is_contiguous() && cos.is_contiguous() && sin.is_contiguous(), "x [B, 1, hidden]");
+  expect(x.dim() == 3 && x.size(1) == 1 && x.is_contiguous(), "x [B, 1, hidden]");
+  expect(cos.dim() == 3 && cos.is_contiguous() && sin.is_contiguous(), "cos and sin [B, 1, D]");
   const int64_t B = x.size(0), hidden = x.size(2), D = cos.size(2);
   Tensor out = torch::stable::new_empty(x, {B, 1, hidden});
   const auto all = [&](auto* kind) {
     using T = std::remove_pointer_t<decltype(kind)>;
-    const std::vector<Tensor> matrices(tensors.begin() + 4, tensors.end());
-    const auto one = [&](int64_t i) { return linear_of<T>(matrices, numbers, i); };
+    const auto one = [&](int64_t i) { return linear_of<T>(tensors, numbers, i); };
     const auto norm = [&](int64_t i, int64_t n) -> const T* {
       if (tensors[i].numel() == 0 && i >= 2) return nullptr;
       expect(tensors[i].numel() == n && tensors[i].scalar_type() == x.scalar_type() && tensors[i].is_contiguous(), "norms of the model's dtype");
@@ -309,16 +313,7 @@ Tensor layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> tensors, std:
            "the matrices do not belong together");
     for (const Tensor* t : {&cos, &sin})
       expect(t->dim() == 3 && (t->size(0) == B || t->size(0) == 1) && t->size(1) == 1 && t->size(2) == D && t->scalar_type() == x.scalar_type(), "cos and sin [B, 1, D]");
-    std::vector<T> turns;
-    const T *cosines = data<const T>(cos), *sines = data<const T>(sin);
-    if (cos.size(0) < B || sin.size(0) < B) {
-      turns.resize(2 * B * D);
-      for (int64_t b = 0; b < B; ++b) {
-        std::copy_n(cosines + (cos.size(0) == B ? b * D : 0), D, turns.begin() + b * D);
-        std::copy_n(sines + (sin.size(0) == B ? b * D : 0), D, turns.begin() + (B + b) * D);
-      }
-      cosines = turns.data(), sines = turns.data() + B * D;
-    }
+    expect(cos.size(0) == sin.size(0), "cos and sin of the same rows");
     Channels channels{nullptr, nullptr};
     if (mean.numel() != 0) {
       for (const Tensor* t : {&mean, &spread})
@@ -326,7 +321,8 @@ Tensor layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> tensors, std:
       channels = {data<const float>(mean), data<const float>(spread)};
     }
     Attention attention(cache, H, count, mask, scaling, 0.0);
-    run_layer(made, data<const T>(x), cosines, sines, channels, attention, slot, data<T>(out));
+    const Turns<T> turns{data<const T>(cos), data<const T>(sin), cos.size(0) == 1 ? 0 : D};
+    run_layer(made, data<const T>(x), turns, channels, attention, slot, data<T>(out));
   };
   is_bf16(x) ? all(static_cast<bf16*>(nullptr)) : all(static_cast<float*>(nullptr));
   return out;

@@ -55,13 +55,13 @@ inline void multiply_pairs(const int32_t* a, int64_t stride, const int32_t* pane
   for (int r = 0; r < R; ++r) out[r][0] = acc[r][0], out[r][1] = acc[r][1];
 }
 
-// Keys and values of all KV heads in panels; positions beyond P are zeros.
+// Keys and values of all KV heads in panels; positions beyond T are zeros.
 struct Cache {
   int64_t D, padded;  // padded: positions, a multiple of KEYS
   std::vector<int32_t> keys, values;
 
-  Cache(const Heads& k, const Heads& v, int64_t B, int64_t heads, int64_t P, int64_t D)
-      : D(D), padded((P + KEYS - 1) / KEYS * KEYS), keys(B * heads * padded * D / 2), values(keys.size()) {
+  Cache(const Heads& k, const Heads& v, int64_t B, int64_t heads, int64_t T, int64_t D)
+      : D(D), padded((T + KEYS - 1) / KEYS * KEYS), keys(B * heads * padded * D / 2), values(keys.size()) {
     const int64_t panels = padded / PANEL;
 #pragma omp parallel for schedule(static)
     for (int64_t item = 0; item < B * heads * panels; ++item) {
@@ -72,7 +72,7 @@ struct Cache {
           __m512i rows[16];
           for (int64_t i = 0; i < 16; ++i) {
             const int64_t p = first + half + i;
-            rows[i] = p < P ? load64(k.at(b, h, p) + d) : _mm512_setzero_si512();
+            rows[i] = p < T ? load64(k.at(b, h, p) + d) : _mm512_setzero_si512();
           }
           transpose16(rows, key + d / 2 * PANEL + half);
         }
@@ -82,7 +82,7 @@ struct Cache {
           __m512i two[2];
           for (int64_t i = 0; i < 2; ++i) {
             const int64_t p = first + 2 * pair + i;
-            two[i] = p < P ? _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(v.at(b, h, p) + d)))
+            two[i] = p < T ? _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(v.at(b, h, p) + d)))
                            : _mm512_setzero_si512();
           }
           _mm512_storeu_si512(value + pair * D + d, _mm512_or_si512(two[0], _mm512_slli_epi32(two[1], 16)));
@@ -104,16 +104,16 @@ struct Tile {
   explicit Tile(int64_t D) : query(TILE * D / 2), out(TILE * D) {}
 };
 
-// Queries first … first + 11 (the last one again beyond P) of one head over the keys that they see. window: positions that a
-// query sees, itself among them.
-inline void attend_tile(const Heads& q, int64_t b, int64_t h, int64_t first, int64_t P, const Cache& cache, int64_t kv_head, float scaling,
+// Queries first … first + 11 (the last one again beyond P) of one head over the keys that they see. offset: keys before query 0.
+// window: positions that a query sees, itself among them.
+inline void attend_tile(const Heads& q, int64_t b, int64_t h, int64_t first, int64_t P, int64_t offset, const Cache& cache, int64_t kv_head, float scaling,
                         int64_t window, Tile& t) {
   const int64_t D = cache.D, pairs = D / 2;
   for (int r = 0; r < TILE; ++r) std::memcpy(t.query.data() + r * pairs, q.at(b, h, std::min(first + r, P - 1)), D * sizeof(bf16));
   std::fill(t.out.begin(), t.out.end(), 0.0f);
   std::fill(t.largest, t.largest + TILE, -std::numeric_limits<float>::infinity());
   std::fill(t.sum, t.sum + TILE, 0.0f);
-  const int64_t last = std::min(first + TILE, P), begin = std::max<int64_t>(0, first - window + 1) / KEYS * KEYS;
+  const int64_t last = offset + std::min(first + TILE, P), begin = std::max<int64_t>(0, offset + first - window + 1) / KEYS * KEYS;
   const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (int64_t at = begin; at < last; at += KEYS) {
     const int64_t n = (std::min(KEYS, last - at) + PANEL - 1) / PANEL * PANEL;
@@ -125,7 +125,7 @@ inline void attend_tile(const Heads& q, int64_t b, int64_t h, int64_t first, int
     }
     for (int r = 0; r < TILE; ++r) {
       // Seen: positions in (query − window, query].
-      const int64_t query = std::min(first + r, P - 1);
+      const int64_t query = offset + std::min(first + r, P - 1);
       const bool whole = at + n - 1 <= query && at > query - window;
       const __m512i high = _mm512_set1_epi32(static_cast<int>(query - at)), low = _mm512_set1_epi32(static_cast<int>(std::max<int64_t>(-1, query - window - at)));
       __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
@@ -165,10 +165,10 @@ inline void attend_tile(const Heads& q, int64_t b, int64_t h, int64_t first, int
   }
 }
 
-// q [B, H, P, D], k and v [B, heads, P, D] → out [B, P, H, D].
-inline void attend_prompt(const Heads& q, const Heads& k, const Heads& v, int64_t B, int64_t H, int64_t heads, int64_t P, int64_t D, float scaling,
+// q [B, H, P, D], the last P of T positions; k and v [B, heads, T, D] → out [B, P, H, D].
+inline void attend_prompt(const Heads& q, const Heads& k, const Heads& v, int64_t B, int64_t H, int64_t heads, int64_t P, int64_t T, int64_t D, float scaling,
                           int64_t window, bf16* out) {
-  const Cache cache(k, v, B, heads, P, D);
+  const Cache cache(k, v, B, heads, T, D);
   const int64_t tiles = (P + TILE - 1) / TILE;
 #pragma omp parallel
   {
@@ -177,7 +177,7 @@ inline void attend_prompt(const Heads& q, const Heads& k, const Heads& v, int64_
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < B * H * tiles; ++item) {
       const int64_t first = (tiles - 1 - item / (B * H)) * TILE, b = item % (B * H) / H, h = item % H;
-      attend_tile(q, b, h, first, P, cache, b * heads + h / (H / heads), scaling, window, t);
+      attend_tile(q, b, h, first, P, T - P, cache, b * heads + h / (H / heads), scaling, window, t);
       for (int64_t r = 0; r < std::min<int64_t>(TILE, P - first); ++r) {
         const __m512 by = _mm512_set1_ps(t.sum[r]);
         bf16* to = out + ((b * P + first + r) * H + h) * D;
