@@ -8,13 +8,14 @@ embedding, positions, layers, norm, head. Calls of more than one position go to 
 from __future__ import annotations
 
 import types
+import weakref
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from pdq_tui.engine.kv import KvCache
-from pdq_tui.engine.layer_native import NativeLayer
+from pdq_tui.engine.layer_native import Masks, NativeLayer, is_transformers_own
 
 #: Classes whose code around the layers is what ``Decoder`` does.
 CLASSES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -27,7 +28,8 @@ class Decoder:
     """The ``forward`` of a view's model, in place of its class's."""
 
     def __init__(self, model: Any) -> None:
-        self._own = model.forward
+        # Weakly: the model holds this, and a circle would keep an arm's weights until the collector comes by.
+        self._own = weakref.WeakMethod(model.forward)
         inside = model.model
         self._embed, self._norm, self._rotary, self._head = (
             inside.embed_tokens,
@@ -43,11 +45,14 @@ class Decoder:
     def __call__(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
         cache = next((kwargs[name] for name in _CACHES if name in kwargs), None)
         if input_ids.shape[1] != 1 or not isinstance(cache, KvCache) or not cache.decoding:
-            return self._own(input_ids=input_ids, position_ids=position_ids, **kwargs)
+            own = self._own()
+            assert own is not None  # its model is what was called
+            return own(input_ids=input_ids, position_ids=position_ids, **kwargs)
         hidden = self._embed(input_ids)
         turns = self._positions(hidden, position_ids, cache.capacity)
+        masks: Masks = {}
         for layer in self._layers:
-            hidden = layer.forward(hidden, position_embeddings=turns)
+            hidden = layer.forward(hidden, position_embeddings=turns, masks=masks)
         return types.SimpleNamespace(logits=self._head(self._norm(hidden)))
 
     def _positions(self, hidden: Tensor, positions: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
@@ -65,7 +70,7 @@ class Decoder:
 
 def take_over(model: nn.Module) -> bool:
     """Let ``model``, whose layers are all NativeLayer, step as above, where its class is known; ``give_back`` undoes it."""
-    if type(model).__name__ not in CLASSES:
+    if not is_transformers_own(model, CLASSES):
         return False
     model.__dict__["forward"] = Decoder(model)
     return True

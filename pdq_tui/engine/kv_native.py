@@ -80,7 +80,7 @@ def _ops() -> Any:
     return torch.ops.pdq_native
 
 
-def _filled_up(parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def filled_up(parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Data, scales, minima; what a format does not have is the data once more, and is not looked at."""
     return parts[0], parts[1] if len(parts) > 1 else parts[0], parts[2] if len(parts) > 2 else parts[0]
 
@@ -96,7 +96,7 @@ def attend(
     """query [B, H, D] float32 or bf16 over the first ``count`` slots of a layer's parts [2, B, kv_heads, slots, width],
     mask float32 [B, count] or None → [B, H, D]."""
     empty = parts[0].new_empty(0) if mask is None else mask
-    out: Tensor = _ops().attend(query.contiguous(), *_filled_up(parts), count, empty, scale, softcap or 0.0)
+    out: Tensor = _ops().attend(query.contiguous(), *filled_up(parts), count, empty, scale, softcap or 0.0)
     return out
 
 
@@ -106,4 +106,4 @@ def put(keys: Tensor, values: Tensor, parts: tuple[Tensor, ...], slot: int) -> N
         keys, values = keys.float(), values.float()
     if keys.stride(3) != 1 or values.stride(3) != 1:
         keys, values = keys.contiguous(), values.contiguous()
-    _ops().put(keys, values, *_filled_up(parts), slot)
+    _ops().put(keys, values, *filled_up(parts), slot)

@@ -15,10 +15,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from pdq_tui.engine import native
+from pdq_tui.engine import kv_native, native
 from pdq_tui.engine.formats import native as forms
 from pdq_tui.engine.formats.linears import PackedLinear
 from pdq_tui.engine.kv import active_cache
+from pdq_tui.engine.kv_store import Filled, KvStore
 from pdq_tui.engine.recorded import Call, UncompiledError
 
 #: Classes whose code is that of ``native/layer.h``; what they differ in (biases, norms of heads, windows) it has.
@@ -38,6 +39,15 @@ _MATRICES: Final = (
 )  # fmt: skip
 
 
+#: By store of the cache, its mask by slot as the kernel takes it, float32 [B, slots]; made once a step.
+Masks = dict[KvStore, Tensor]
+
+
+def is_transformers_own(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Is it of a class of this name in transformers itself? A checkpoint's own code may call its classes alike."""
+    return type(module).__name__ in names and type(module).__module__.startswith("transformers.models.")
+
+
 class NativeLayer(nn.Module):
     """One decoder layer; ``call``: how its modules were called. Raises UncompiledError where it is of another kind."""
 
@@ -46,7 +56,7 @@ class NativeLayer(nn.Module):
         layer = call.layer
         if native.loaded() is None:
             raise UncompiledError(native.why_not() or "our own kernels are switched off")
-        if type(layer).__name__ not in CLASSES:
+        if not is_transformers_own(layer, CLASSES):
             raise UncompiledError(f"no call of our own for layers of {type(layer).__name__}")
         attention: Any = layer.get_submodule("self_attn")
         activation: Any = layer.get_submodule("mlp.act_fn")
@@ -82,20 +92,15 @@ class NativeLayer(nn.Module):
         # Modules stay what they are: not a submodule, so that the view's linear layers are found once.
         self._stands_for = (layer,)
 
-    def forward(self, hidden: Tensor, *_args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *_args: Any, masks: Masks | None = None, **kwargs: Any) -> Tensor:
         cache = active_cache()
         filled = cache.filled(self._slot)
         if not filled.store.own_kernel:  # such a cache is not given to these layers (``staged``)
             raise RuntimeError("this KV cache is not one of our own kernels'")
         cos, sin = kwargs["position_embeddings"]
         nothing = self._nothing
-        parts = filled.store.layers[filled.layer]
-        scale = parts[1] if len(parts) > 1 else parts[0]
-        low = parts[2] if len(parts) > 2 else parts[0]
         channels = filled.channels
-        mask = nothing
-        if cache.mask is not None:
-            mask = filled.by_slot(cache.mask).reshape(hidden.shape[0], -1).float()
+        mask = nothing if cache.mask is None else _mask(cache.mask, filled, {} if masks is None else masks)
         out: Tensor = self._run(
             hidden.contiguous(),
             cos,
@@ -104,9 +109,7 @@ class NativeLayer(nn.Module):
             self._numbers,
             self._eps,
             self._scaling,
-            parts[0],
-            scale,
-            low,
+            *kv_native.filled_up(filled.store.layers[filled.layer]),
             nothing if channels is None else channels.mean,
             nothing if channels is None else channels.spread,
             cache.start % filled.store.slots,
@@ -114,6 +117,13 @@ class NativeLayer(nn.Module):
             mask,
         )
         return out
+
+
+def _mask(additive: Tensor, filled: Filled, masks: Masks) -> Tensor:
+    """additive: [B, 1, 1, capacity], a column a position."""
+    if filled.store not in masks:
+        masks[filled.store] = filled.by_slot(additive).flatten(1).float()
+    return masks[filled.store]
 
 
 def _matrix(layer: nn.Module, name: str) -> Any:

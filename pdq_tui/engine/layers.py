@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from pdq_tui.engine import decoder_native
-from pdq_tui.engine.agreement import Agreement, first_line
+from pdq_tui.engine import decoder_native, faults
+from pdq_tui.engine.agreement import Agreement
 from pdq_tui.engine.attention import UNSUPPORTED, decode_product
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.formats.linears import PackedLinear
@@ -223,6 +223,7 @@ class LayerCompiler:
         self.settle()  # it may be compiling just this
         cache.activate()
         reasons: list[str] = []
+        explained: float | None = None
         for runner in runners:
             try:
                 stand_ins = [
@@ -231,10 +232,10 @@ class LayerCompiler:
                 progress("comparing the compiled layers with the model's own")
                 for number, layer in enumerate(stand_ins):
                     agreement.compare_layer(number, layer)
-                explained = agreement.rounding_of_logits(step)
+                if explained is None:  # of the modules, whatever stands in for them
+                    explained = agreement.rounding_of_logits(step)
                 _replace(model, places, stand_ins)
-                if runner == "native":
-                    decoder_native.take_over(model)
+                around = runner != "native" or decoder_native.take_over(model)
                 try:
                     agreement.compare_logits(step, explained)
                 except (UncompiledError, Cancelled):
@@ -244,7 +245,10 @@ class LayerCompiler:
             except UncompiledError as why:
                 reasons.append(str(why))
             else:
-                return runner, reasons
+                return runner, reasons if around else [
+                    *reasons,
+                    f"no step of our own around {type(model).__name__}",
+                ]
         raise UncompiledError("; ".join(reasons))
 
     def _stand_in(
@@ -288,7 +292,7 @@ class LayerCompiler:
             if isinstance(failed[0], UncompiledError):
                 raise failed[0]
             _log.warning("a decoder layer could not be compiled", exc_info=failed[0])
-            raise UncompiledError(f"the compiler failed: {first_line(failed[0])}") from failed[0]
+            raise UncompiledError(f"the compiler failed: {faults.first_line(failed[0])}") from failed[0]
 
 
 def _compile(call: Call) -> Program:

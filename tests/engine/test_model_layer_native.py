@@ -3,6 +3,8 @@ and the reason where it does not."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.policy import parse_policy
 from pdq_tui.engine import decoder_native, layers
 from pdq_tui.engine.formats import native as native_forms
-from pdq_tui.engine.layer_native import NativeLayer
+from pdq_tui.engine.layer_native import CLASSES, NativeLayer, is_transformers_own
 from pdq_tui.engine.staged import StagedArm, StagedModel
 from tests.engine.families import save_family
 from tests.engine.test_model_native import library  # noqa: F401 - the fixture builds and loads the kernels
@@ -204,3 +206,22 @@ def test_positions_that_depend_on_the_length_are_computed_at_each_step(make, tmp
     step._fixed = False
     _, slow = run(arm, ids_of(1, 9), 6)
     assert torch.equal(fast, slow)
+
+
+def test_an_arm_that_is_let_go_takes_its_weights_along(make, tmp_path) -> None:
+    """Without the collector: a switch of policies near the memory's end cannot wait for it."""
+    arm = make(save_family("llama", tmp_path)).apply(policy(FORMS["int8"]), rows=(1, 9))
+    model = weakref.ref(arm.view("decode", 1, 1).model)
+    gc.collect()
+    gc.disable()
+    try:
+        arm.drop()
+        del arm
+        assert model() is None
+    finally:
+        gc.enable()
+
+
+def test_classes_of_a_checkpoints_own_code_are_not_taken_for_transformers() -> None:
+    alike = type("LlamaDecoderLayer", (torch.nn.Module,), {"__module__": "transformers_modules.mine"})
+    assert not is_transformers_own(alike(), CLASSES)
