@@ -125,8 +125,7 @@ class LiveSession:
         self._watch = Watch(guard or GuardLimits())
         self._tripped: Trip | None = None
         self._took_s: float | None = None  # what the baseline took to be made ready
-        if self._watch.limits.on:
-            self.session.guard(self._watch.limits.every, self._watch.limits.kld)
+        self._let_go()
         self._bursts = Schedule(None), Schedule(None)
 
     # -- what the person may do ------------------------------------------------------------------------------------------
@@ -138,6 +137,9 @@ class LiveSession:
         as it can. Called again with another model, it takes a new engine for it."""
         with self._lock:
             another = self._started and load != self._load
+            self._let_go()
+            if another:
+                self._took_s = None
             self._load, self._workload = load, workload
             self._seed = workload.seed
             self._active, self._loop = active, loop
@@ -335,7 +337,7 @@ class LiveSession:
     # -- the guard -----------------------------------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        """The person chose the guarded arm (again), or gave it another policy: what it did before is forgotten."""
+        """The person chose the guarded arm (again), or gave it another policy or model: what it did before is forgotten."""
         self._watch.reset()
         self._tripped = None
         if self._watch.limits.on:
@@ -348,6 +350,8 @@ class LiveSession:
                 return
             if event.policy_digest != policy.digest:
                 return  # of what the arm did before
+            if self._active == self.reference and not self._interleave:
+                return  # a late answer: the person went to the baseline meanwhile
             watch = self._watch
             trip = watch.request(event) if isinstance(event, p.Request) else watch.checked(event)
             if isinstance(event, p.Guarded):
@@ -474,6 +478,8 @@ class LiveSession:
             return
         engine.loop_arms = ready
         both = self._interleave and len(ready) > 1
+        # Said again: a switch that an engine before this one told late would be shown else.
+        self.session.intend(active=self._active)
         self.supervisor.send(p.StartLoop(arm=self._active, arms=ready, interleave=both, seed=self._seed))
 
     def _stop_sending(self) -> None:

@@ -171,6 +171,24 @@ def test_the_person_may_go_back_and_the_guard_begins_anew(live: Callable[..., Li
     assert [t.measure for t in tripped(session)] == ["nonfinite", "kld"]
 
 
+def test_another_start_begins_anew_and_a_late_answer_says_nothing(live: Callable[..., LiveSession]) -> None:
+    session = live(p.Load(model="demo"), INT8, BF16, GuardLimits(every=3), ENGINE)
+    until(session, running, 10)
+    session.select("B")
+    said(session, None, nonfinite=1, reason="logits are not finite")
+    assert not tripped(session), "B was chosen already: A has nothing to give way from"
+    session.select("A")
+    said(session, None, nonfinite=1, reason="logits are not finite")
+    until(session, lambda v: v.active == "B", 10)
+    pid = session.view().engine.pid
+    workload = Workload(prompt_tokens=16, output_tokens=6, prompts="short")
+    session.start(p.Load(model="other"), INT8, BF16, workload, loop=True)
+    view = until(session, lambda v: v.engine.pid not in (None, pid) and v.running and v.active == "A", 20)
+    assert view.guard is not None and view.guard.state == "watching"
+    said(session, None, nonfinite=1, reason="logits are not finite")
+    wait_until(lambda: len(tripped(session)) == 2, 10)
+
+
 def test_without_a_resident_baseline_it_says_so_and_what_a_reload_takes(
     live: Callable[..., LiveSession],
 ) -> None:
