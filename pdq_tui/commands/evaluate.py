@@ -25,9 +25,7 @@ _LINE_EVERY_S: Final = 15.0
     help="Answer whether staged precision is worth it for MODEL on this machine: bottleneck, timing, quality, verdict."
 )
 def evaluate(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="demo, a directory, a .gguf file, or a hub id.")
-    ] = "demo",
+    model: flags.Model = flags.DEMO,
     baseline: Annotated[
         list[str] | None,
         typer.Option(
@@ -103,9 +101,7 @@ def evaluate(
             "--dir", metavar="DIR", help="Where the evaluation is kept. [a new one beside the runs]"
         ),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on in --dir with what is not done; other flags are its own.")
-    ] = False,
+    resume: flags.Resume = False,
     min_effect: flags.MinEffect = None,
     device: flags.Device = None,
     gpu: flags.Gpu = None,

@@ -29,6 +29,9 @@ def finite(param: typer.CallbackParam, value: float | None) -> float | None:
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="demo, a directory, a .gguf file, or a hub id.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on in --dir with what is not done; other flags are its own.")
+]
 Blocks = Annotated[
     int | None,
     typer.Option("--blocks", metavar="N", min=1, help="Blocks (each arm twice a block, mirrored). [10]"),

@@ -19,6 +19,8 @@ from pdq_tui.errors import GATE, OK, UsageError
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 _LINE_EVERY_S: Final = 15.0
+#: In the search's folder: its policy is its own to replace, since it wrote it or was told --force.
+WRITTEN: Final = "written"
 _UNITS: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -27,9 +29,7 @@ _UNITS: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, 
     "halving, then confirmation on other text. Writes it into your policies. Exit code 3: none keeps to the limits."
 )
 def search(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="demo, a directory, a .gguf file, or a hub id.")
-    ] = "demo",
+    model: flags.Model = flags.DEMO,
     max_kld: Annotated[
         float,
         typer.Option(
@@ -81,9 +81,7 @@ def search(
         Path | None,
         typer.Option("--dir", metavar="DIR", help="Where the search is kept. [a new one beside the runs]"),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on in --dir with what is not done; other flags are its own.")
-    ] = False,
+    resume: flags.Resume = False,
     min_effect: flags.MinEffect = None,
     device: flags.Device = None,
     gpu: flags.Gpu = None,
@@ -123,9 +121,10 @@ def search(
         if directory is None:
             raise UsageError("--resume needs --dir: which search goes on")
         sitting = Search.resume(directory.expanduser(), on_event=printer)
-        free(sitting.spec.name, force=force or (directory / "written").exists())
+        force = force or (sitting.directory / WRITTEN).exists()
+        free(sitting.spec.name, force=force)
     else:
-        labels = [x for x in chosen_formats(formats or ",".join(FORMATS)) if x != "bf16"]
+        labels = [x for x in chosen_formats(formats or ",".join(FORMATS), "--formats") if x != "bf16"]
         if not labels:
             raise UsageError("--formats: bf16 alone leaves nothing to search", f"such as {','.join(FORMATS)}")
         called = name or _free_name(model)
@@ -159,6 +158,8 @@ def search(
             else runs_dir(loaded).parent / "searches" / f"{now:%Y%m%dT%H%M%SZ}"
         )
         sitting = Search.create(spec, place, on_event=printer)
+        if force:  # also where it goes on later
+            atomic.write_file(sitting.directory / WRITTEN, b"--force\n")
     say(f"search in {sitting.directory}; Ctrl-C stops it, --resume --dir goes on")
 
     def watch(step: Step, number: int, state: str, seconds: float) -> None:
@@ -188,8 +189,10 @@ def search(
         raise typer.Exit(GATE)
     path = locations.user_policies() / f"{spec.name}.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Named hours ago: another search may have written a policy of that name meanwhile.
+    free(spec.name, force=force)
+    atomic.write_file(sitting.directory / WRITTEN, f"{path}\n".encode(), force=True)
     atomic.write_file(path, searched.toml(spec, found).encode("utf-8"), force=True)
-    atomic.write_file(sitting.directory / "written", f"{path}\n".encode(), force=True)
     say(f"policy: {path}; pdq-tui evaluate {spec.model} --candidate {spec.name} judges it")
     raise typer.Exit(OK)
 

@@ -97,12 +97,12 @@ def tune(
     raise typer.Exit(INTERRUPTED if found.interrupted else OK)
 
 
-def chosen_formats(words: str | None) -> list[str]:
+def chosen_formats(words: str | None, flag: str = "--format") -> list[str]:
     """Labels in the order given, or those of all shipped policies. Raises UsageError."""
     if words is not None:
         labels = [of_label(word.strip()).label for word in words.split(",") if word.strip()]
         if not labels:
-            raise UsageError("--format: no format is named", "e.g. --format int8,w8a8,int4")
+            raise UsageError(f"{flag}: no format is named", f"e.g. {flag} int8,w8a8,int4")
         return list(dict.fromkeys(labels))
     found: dict[str, None] = {}
     for entry in policies().values():

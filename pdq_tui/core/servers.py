@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from string import Template
 from typing import Any, Final
@@ -18,7 +19,7 @@ import msgspec
 
 from pdq_tui import locations
 from pdq_tui.core import toml
-from pdq_tui.core.formats import GROUP_SIZES, Format, default_of, formats
+from pdq_tui.core.formats import GROUP_SIZES, Format, formats
 from pdq_tui.core.kv import KV_DTYPES
 from pdq_tui.errors import UsageError
 
@@ -183,9 +184,17 @@ def base_label(fmt: Format) -> str:
 LABELS: Final = tuple(dict.fromkeys(base_label(fmt) for fmt in formats()))
 
 
-def load_servers(folder: Path | None = None) -> list[Server]:
-    """All shipped tables, by name. Raises UsageError where one is not as it should be."""
-    place = folder or locations.shipped(FOLDER)
+def load_servers(folder: Path | None = None) -> Sequence[Server]:
+    """All shipped tables, or those of ``folder``, by name. Raises UsageError where one is not as it should be."""
+    return _shipped() if folder is None else _of(folder)
+
+
+@cache
+def _shipped() -> Sequence[Server]:
+    return _of(locations.shipped(FOLDER))
+
+
+def _of(place: Path) -> Sequence[Server]:
     files = sorted(place.glob("*.toml"))
     if not files:
         raise UsageError(f"there is no table of a server in {place}", "install again")
@@ -193,7 +202,7 @@ def load_servers(folder: Path | None = None) -> list[Server]:
     for path, server in zip(files, found, strict=True):
         if server.name != path.stem:
             raise UsageError(f"{path}: name: {server.name!r} is not the file's")
-    return found
+    return tuple(found)
 
 
 def parse_server(text: str, origin: str) -> Server:
@@ -226,7 +235,7 @@ def _wrong(s: Server) -> Iterator[str]:
     for way in s.format:
         if way.make and way.make not in s.maker:
             yield f"format {way.label!r}: make: there is no maker {way.make!r}"
-        if default_of_label(way.label).group_size and set(way.groups) - set(GROUP_SIZES):
+        if set(way.groups) - set(GROUP_SIZES):
             yield f"format {way.label!r}: groups: legal are {', '.join(map(str, GROUP_SIZES))}"
         if set(way.groups) < set(GROUP_SIZES) and not way.groups_why:
             yield f"format {way.label!r}: groups_why: is missing"
@@ -235,12 +244,6 @@ def _wrong(s: Server) -> Iterator[str]:
         unknown = set(template.get_identifiers()) - PLACES
         if unknown or not template.is_valid():
             yield f"{text.strip().splitlines()[0]!r} names {', '.join(sorted(unknown)) or 'a broken $'}"
-
-
-def default_of_label(label: str) -> Format:
-    return (
-        next(fmt for fmt in formats() if base_label(fmt) == label) if label in LABELS else default_of("bf16")
-    )
 
 
 def _once(where: str, found: list[str], legal: Sequence[str]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from pdq_tui.core.protocol import LmEvaluated, ModelInfo
+from pdq_tui.engine import faults
 from pdq_tui.engine.cancel import check
 from pdq_tui.engine.device import Device
 from pdq_tui.engine.runner import Arm
@@ -187,9 +188,8 @@ def evaluate(
     try:
         tasks = get_task_dict(names, TaskManager(include_path=folders or None))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, AttributeError) as error:
-        why = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise UsageError(
-            f"lm-eval cannot load {', '.join(names)}: {why}",
+            f"lm-eval cannot load {', '.join(names)}: {faults.first_line(error)}",
             "a task's name, or a YAML file whose data lie on this machine",
         ) from error
     torch.manual_seed(seed)
@@ -201,25 +201,34 @@ def evaluate(
 
 
 def _of_task(done: dict[str, Any], name: str) -> dict[str, Any]:
-    """lm-eval's own figures of one task, and each document's, in the order of the documents."""
+    """lm-eval's own figures of one task, and each document's, in the order of the documents. A metric is named with the
+    filter that its answers went through where that is not "none": a task with two has each document twice."""
     samples = sorted(done["samples"][name], key=lambda s: s["doc_id"])
-    figures = {k.split(",")[0]: v for k, v in done["results"][name].items() if isinstance(v, (int, float))}
-    errors = {k.removesuffix("_stderr"): v for k, v in figures.items() if k.endswith("_stderr")}
-    metrics = {k: float(v) for k, v in figures.items() if not k.endswith("_stderr") and k != "sample_len"}
-    values = {
-        metric: [float(s[metric]) for s in samples]
-        for metric in metrics
-        if all(isinstance(s.get(metric), (int, float)) for s in samples)
-    }
     better = done.get("higher_is_better", {}).get(name, {})
+    metrics, errors, values, higher = {}, {}, {}, {}
+    for key, value in done["results"][name].items():
+        metric, _, filtered = key.partition(",")
+        if not isinstance(value, (int, float)) or metric == "sample_len":
+            continue
+        by = filtered or "none"
+        named = {m: m if by == "none" else f"{m},{by}" for m in (metric, metric.removesuffix("_stderr"))}
+        if metric.endswith("_stderr"):
+            errors[named[metric.removesuffix("_stderr")]] = float(value)
+            continue
+        metrics[named[metric]] = float(value)
+        mine = [s.get(metric) for s in samples if s.get("filter", "none") == by]
+        if mine and all(isinstance(v, (int, float)) for v in mine):
+            values[named[metric]] = [float(v) for v in mine]
+        if better.get(metric) is not None:
+            higher[named[metric]] = bool(better[metric])
     return {
         "task": name,
         "version": str(done.get("versions", {}).get(name, "")),
-        "documents": len(samples),
+        "documents": len({s["doc_id"] for s in samples}),
         "metrics": metrics,
-        "stderr": {k: float(v) for k, v in errors.items()},
+        "stderr": errors,
         "values": values,
-        "higher_is_better": {m: bool(better[m]) for m in metrics if better.get(m) is not None},
+        "higher_is_better": higher,
     }
 
 

@@ -44,7 +44,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uniform(self) -> bool:
-        return len({fmt for pair in self.pairs for fmt in pair}) == 1
+        return is_uniform(self.pairs)
+
+
+def is_uniform(pairs: Iterable[Iterable[str]]) -> bool:
+    """One format in all groups and both stages?"""
+    return len({fmt for pair in pairs for fmt in pair}) == 1
 
 
 def composed(pairs: Sequence[Pair], units: Mapping[tuple[int, str, str], Unit]) -> Candidate:
@@ -98,23 +103,26 @@ def _priced(
 
 
 def worth_measuring(
-    found: Sequence[Candidate], most_kld: float, most_bytes: int | None, places: int
+    found: Sequence[Candidate], most_kld: float, most_bytes: int | None, places: int, kept_bytes: int = 0
 ) -> tuple[list[Candidate], dict[tuple[Pair, ...], str]]:
-    """The ``places`` fastest by estimate of those that may keep to the limits, and why each other one is not measured.
-    Divergence is estimated roughly, so that only twice the limit rules out; bytes are counted."""
+    """The ``places`` fastest by estimate of those that may keep to the limits, with every uniform one of them, since the winner
+    is held against the best of those; and why each other one is not measured. Divergence is estimated roughly, so that only
+    twice the limit rules out; bytes are counted, with ``kept_bytes`` that no policy touches."""
     left: dict[tuple[Pair, ...], str] = {}
     may = []
     for c in found:
-        if most_bytes is not None and c.bytes > most_bytes:
-            left[c.pairs] = f"estimated {_mib(c.bytes)} of weights, over the limit of {_mib(most_bytes)}"
+        size = c.bytes + kept_bytes
+        if most_bytes is not None and size > most_bytes:
+            left[c.pairs] = f"estimated {_mib(size)} of weights, over the limit of {_mib(most_bytes)}"
         elif c.kld > 2 * most_kld:
             left[c.pairs] = f"estimated KLD {c.kld:.4f}, {c.kld / most_kld:.1f} times the limit"
         else:
             may.append(c)
     may.sort(key=lambda c: (c.ms, c.kld))
     for rank, c in enumerate(may[places:], places + 1):
-        left[c.pairs] = f"estimated to be number {rank} in time; {places} are measured"
-    return may[:places], left
+        if not c.uniform or c.pairs[0][0] == DENSE:
+            left[c.pairs] = f"estimated to be number {rank} in time; {places} are measured"
+    return [c for c in may if c.pairs not in left], left
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

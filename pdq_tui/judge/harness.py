@@ -37,14 +37,16 @@ def compared(base: Sequence[LmEvaluated], policy: Sequence[LmEvaluated]) -> list
                 "difference": None,
                 "difference_ci95": None,
             }
-            rows.append(row | _paired(other.values.get(metric), ours.values.get(metric)))
+            right = ours.higher_is_better.get(metric) is not False
+            rows.append(row | _paired(other.values.get(metric), ours.values.get(metric), right))
     return rows
 
 
-def _paired(base: Sequence[float] | None, policy: Sequence[float] | None) -> dict[str, Any]:
+def _paired(base: Sequence[float] | None, policy: Sequence[float] | None, right: bool) -> dict[str, Any]:
+    """``right``: a 1 is an answer that is right; where it is the worse, nothing is lost or gained by it."""
     if not base or not policy or len(base) != len(policy):
         return {"reason": "lm-eval gives no figure of a document for it"}
-    if set(base) | set(policy) <= {0.0, 1.0}:
+    if right and set(base) | set(policy) <= {0.0, 1.0}:
         changed = sum(a != b for a, b in zip(base, policy, strict=True))
         found = flips.compare([b == 1.0 for b in base], [v == 1.0 for v in policy], [], changed)
         return {"flips": msgspec.to_builtins(found)}

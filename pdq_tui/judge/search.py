@@ -311,10 +311,8 @@ def sensitivity(s: Search) -> Json:
     policies = []
     for g, group in enumerate(groups):
         for fmt in formats[1:]:
-            for at, stage in enumerate(STAGES):
+            for stage in STAGES:
                 name = f"g{g}-{stage}-{fmt}"
-                pairs = [(halving.DENSE, halving.DENSE)] * len(groups)
-                pairs[g] = (fmt, halving.DENSE) if at == 0 else (halving.DENSE, fmt)
                 # One group alone must not become the stage's own format where there are few groups.
                 policies.append(_only(name, group["patterns"], fmt, stage))
                 asked[name] = (g, stage, fmt)
@@ -346,9 +344,8 @@ def candidates(s: Search) -> Json:
     effort = s.spec.effort
     kept_bytes = s.found["speed"]["formats"][halving.DENSE]
     kept = kept_bytes["bytes"] - kept_bytes["stored_bytes"]
-    most = None if s.spec.max_bytes is None else s.spec.max_bytes - kept
     found = halving.candidates(_units(s), len(groups))
-    may, left = halving.worth_measuring(found, s.spec.max_kld, most, effort.places)
+    may, left = halving.worth_measuring(found, s.spec.max_kld, s.spec.max_bytes, effort.places, kept)
     by_pairs = {c.pairs: c for c in found}
     return {
         "made": len(found),
@@ -482,7 +479,7 @@ def confirmation(s: Search) -> Json:
 
 
 def _against_uniforms(s: Search, chosen: Policy) -> Json:
-    """A fresh interleaved run of the winner, the base, and the fastest uniform policy that keeps to the limits."""
+    """A fresh interleaved run of the winner, the base, and the fastest uniform policy that is not shown to be over them."""
     uniform = _rival(s)
     policies = [BASE, *([] if uniform is None else [_uniform(uniform)]), chosen]
     policies = [x for x in policies if x is chosen or x.digest != chosen.digest]
@@ -524,12 +521,12 @@ def _against_uniforms(s: Search, chosen: Policy) -> Json:
 
 
 def _rival(s: Search) -> str | None:
-    """The fastest uniform policy beside the base that went through a round within the limits; None where none did. The
-    winner may be that one."""
+    """The fastest uniform policy beside the base that went through a round and is not shown to be over a limit; None where
+    none did. The winner may be that one."""
     uniform = {
         c["name"]: c["pairs"][0][0]
         for c in s.found["candidates"]["measured"]
-        if len({fmt for pair in c["pairs"] for fmt in pair}) == 1 and c["pairs"][0][0] != halving.DENSE
+        if halving.is_uniform(c["pairs"]) and c["pairs"][0][0] != halving.DENSE
     }
     for name in reversed(ROUNDS):
         for r in s.found[name]["results"]:

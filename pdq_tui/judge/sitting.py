@@ -108,10 +108,14 @@ class Sitting(Generic[S]):
             raise UsageError(
                 f"{directory} holds {cls.what} already", "--resume goes on with it; or another --dir"
             )
+        steps = directory / "steps"
         try:
-            (directory / "steps").mkdir(parents=True, exist_ok=True)
+            steps.mkdir(parents=True, exist_ok=True)
+            others = any(steps.iterdir())
         except OSError as error:
             raise atomic.failed(directory, error) from error
+        if others:  # steps of another kind are called alike, and would be taken for ours
+            raise UsageError(f"{steps} holds steps of something else", "another --dir")
         atomic.write_file(directory / cls.file, msgspec.json.format(msgspec.json.encode(spec), indent=1))
         return cls(spec, directory, **options)
 

@@ -23,21 +23,19 @@ Json = Mapping[str, Any]
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
-    """``found``: what the finished steps said, by name; ``logged``: work that people did by hand; ``marks``: what they said
+    """``found``: what the finished steps said, by name; ``each``: a verdict a confirmed candidate, the best word first, of which
+    ``verdict`` is the first; ``logged``: work that people did by hand; ``marks``: what they said
     of answers, by (policy, task)."""
 
     spec: Spec
     found: dict[str, Any]
     verdict: Verdict
+    each: tuple[Verdict, ...] = ()
     logged: tuple[Entry, ...] = ()
     marks: dict[tuple[str, str], str] = msgspec.field(default_factory=dict)
 
     def page(self) -> Page:
         return evaluation_page(self.spec, self.found, self.verdict, self.logged, self.marks)
-
-    def each(self) -> list[Verdict]:
-        """One a confirmed candidate, the best word first; ``verdict`` is the first of them."""
-        return verdicts(self.spec, self.found)
 
     def deployments(self) -> list[Deployment]:
         """What the policy of the verdict and the best uniform mean for serving engines."""
@@ -54,7 +52,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
             "verdict": msgspec.to_builtins(self.verdict),
             "candidates": [
                 {"policy": v.staged, "word": v.word, "region": v.region, "because": v.because}
-                for v in self.each()
+                for v in self.each
             ],
             "confounders": [msgspec.to_builtins(r) for r in risks.confounders(self.spec, self.found)],
             "risks": [msgspec.to_builtins(r) for r in risks.risks(self.spec, self.found, self.logged)],
@@ -110,6 +108,7 @@ def evaluated(
         spec=spec,
         found=dict(found),
         verdict=verdict(spec, found),
+        each=tuple(verdicts(spec, found)),
         logged=tuple(logged),
         marks=dict(marks or {}),
     )

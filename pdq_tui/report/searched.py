@@ -15,7 +15,10 @@ from pdq_tui.report.page import Page, Table
 
 Json = Mapping[str, Any]
 
-HOLDS: Final = "Holds for this device, this engine and version, these kernels, and the length of the windows."
+HOLDS: Final = (
+    "Holds for this device, this engine and version, these kernels, and the length of the windows. Up to three candidates may be "
+    "tried on held-out text, each at 95 %."
+)
 _LEGEND: Final = (
     "KLD in nats to the model's own dtype, along the decode path, with its 95 % interval over windows. Formats of a group are "
     "prefill/decode where they differ. Estimates are sums over groups and only say what is worth measuring."

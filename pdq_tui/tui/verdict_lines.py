@@ -67,7 +67,7 @@ def word_lines(e: Evaluated, w: Watched, steps: Sequence[Any], width: int, heigh
     lines = [Line(((f" {v.word}", _WORD_ROLES.get(v.word, "warn")), (about_, "head")))]
     if v.region:
         lines += [Line.of(f" {part}") for part in wrapped(literal(v.region), width - 2)]
-    others = [f"{literal(o.staged)} {o.word}" for o in e.each() if o.staged != v.staged]
+    others = [f"{literal(o.staged)} {o.word}" for o in e.each if o.staged != v.staged]
     if others:
         lines += [
             Line.of(f" {part}", "dim") for part in wrapped(f"also confirmed: {', '.join(others)}", width - 2)

@@ -141,3 +141,12 @@ def test_what_cannot_be_searched_is_refused_before_anything_runs(pdq: Pdq, tiny_
         done = pdq("search", str(tiny_model), *words)
         assert done.returncode == 2 and sentence in done.stderr, (words, done.stderr)
         assert "Traceback" not in done.stderr
+
+
+def test_a_folder_with_steps_of_something_else_is_refused(pdq: Pdq, tmp_path: Path, tiny_model: Path) -> None:
+    """An evaluation's are called alike: conditions, confirmation."""
+    (tmp_path / "e" / "steps").mkdir(parents=True)
+    (tmp_path / "e" / "steps" / "conditions.json").write_text("{}")
+    done = pdq("search", str(tiny_model), *SMALL, "--dir", str(tmp_path / "e"))
+    assert done.returncode == 2 and "holds steps of something else" in done.stderr
+    assert not (tmp_path / "e" / "search-spec.json").exists()

@@ -131,6 +131,31 @@ def test_without_lm_eval_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) ->
     assert "pdq-tui[lm-eval]" in (told.value.hint or "")
 
 
+def test_each_filter_of_a_task_has_its_own_documents() -> None:
+    """As lm-eval logs a task with two: one sample a document and filter."""
+    samples = [
+        {"doc_id": d, "filter": f, "exact_match": float(d == 0 or f == "flexible")}
+        for f in ("strict", "flexible") for d in (1, 0)
+    ]  # fmt: skip
+    results = {
+        "alias": "x", "exact_match,strict": 0.5, "exact_match_stderr,strict": 0.4,
+        "exact_match,flexible": 1.0, "exact_match_stderr,flexible": 0.0,
+    }  # fmt: skip
+    done = {
+        "samples": {"x": samples},
+        "results": {"x": results},
+        "higher_is_better": {"x": {"exact_match": True}},
+    }
+    found = harness._of_task(done, "x")
+    assert found["documents"] == 2
+    assert found["metrics"] == {"exact_match,strict": 0.5, "exact_match,flexible": 1.0}
+    assert found["stderr"] == {"exact_match,strict": 0.4, "exact_match,flexible": 0.0}
+    assert found["values"] == {"exact_match,strict": [1.0, 0.0], "exact_match,flexible": [1.0, 1.0]}
+    assert found["higher_is_better"] == {"exact_match,strict": True, "exact_match,flexible": True}
+    plain = {"samples": {"x": [{"doc_id": 0, "acc": 1.0}]}, "results": {"x": {"acc,none": 1.0}}}
+    assert harness._of_task(plain, "x")["values"] == {"acc": [1.0]}
+
+
 def test_lm_eval_runs_a_task_of_this_machine(
     arms: dict[str, Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

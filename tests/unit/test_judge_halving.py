@@ -72,14 +72,30 @@ def test_the_sensitive_group_is_spared_and_the_others_are_not() -> None:
 def test_what_is_not_measured_is_named_with_its_reason() -> None:
     found = candidates(units({(1, "decode"): 3.0}), 3)
     may, left = worth_measuring(found, most_kld=0.02, most_bytes=500, places=3)
-    assert len(may) == 3 and [c.ms for c in may] == sorted(c.ms for c in may)
+    others = [c for c in may if not c.uniform]
+    assert 1 <= len(others) <= 3 and [c.ms for c in may] == sorted(c.ms for c in may)
     assert all(c.kld <= 0.04 and c.bytes <= 500 for c in may)
     assert len(may) + len(left) == len(found)
     reasons = " ".join(left.values())
     assert "over the limit" in reasons and "times the limit" in reasons
     roomy, rest = worth_measuring(found, most_kld=1.0, most_bytes=None, places=4)
-    assert len(roomy) == 4 and all("in time; 4 are measured" in why for why in rest.values())
+    assert all("in time; 4 are measured" in why for why in rest.values())
     assert min(found, key=lambda c: c.ms) == roomy[0]
+    by_time = sorted(found, key=lambda c: (c.ms, c.kld))
+    uniform = [c for c in found if c.uniform and c.pairs[0][0] != "bf16"]
+    assert uniform and not set(uniform) <= set(by_time[:4]), "one of them is slow"
+    assert roomy == [c for c in by_time if c in by_time[:4] or c in uniform], (
+        "the winner's rivals are measured"
+    )
+
+
+def test_bytes_that_no_policy_touches_count_against_the_limit_and_are_told() -> None:
+    found = candidates(units(), 3)
+    least = min(c.bytes for c in found)
+    may, left = worth_measuring(found, most_kld=1.0, most_bytes=least + 99, places=9, kept_bytes=100)
+    assert not may and all("over the limit of" in why for why in left.values())
+    may, _ = worth_measuring(found, most_kld=1.0, most_bytes=least + 100, places=9, kept_bytes=100)
+    assert {c.bytes for c in may} == {least}
 
 
 def result(

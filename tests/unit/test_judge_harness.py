@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdq_tui.commands.evaluate import lm_eval_tasks
@@ -60,3 +61,12 @@ def test_tasks_are_names_and_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for text, sentence in ((",", "no task is named"), ("other.yaml", "no such file")):
         with pytest.raises(UsageError, match=sentence):
             lm_eval_tasks(text)
+
+
+def test_what_is_worse_where_it_is_1_is_no_answer_that_is_lost() -> None:
+    base, policy = [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]
+    made = [
+        msgspec.structs.replace(result(toxic=v), higher_is_better={"toxic": False}) for v in (base, policy)
+    ]
+    (row,) = compared([made[0]], [made[1]])
+    assert row["flips"] is None and row["difference"] == pytest.approx(0.25)

@@ -116,7 +116,7 @@ def test_each_confirmed_candidate_has_a_word_of_its_own() -> None:
     assert [row[:2] for row in table.rows] == [[v.staged, v.word] for v in each]
     assert "speed: E2E against int8" in table.rows[1][4]
     assert [c["policy"] for c in report.body()["candidates"]] == [made_evaluation.STAGED, "second"]
-    assert report.each() == each
+    assert list(report.each) == each
     seen: Any = SimpleNamespace(spec=spec, found=found, running=False, finished=True, step=None)
     shown = [line.text for line in word_lines(report, seen, STEPS, 100, 9)]
     assert " also confirmed: second NO-GO" in shown
