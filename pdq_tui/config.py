@@ -98,8 +98,8 @@ class EngineSettings:
     )
     layers: str = _setting(
         "auto",
-        "auto compiles the decoder layers for decode where a C++ compiler is (seconds, once a kind and machine); eager "
-        "never does",
+        "auto decodes by layers of our own, or compiled (seconds, once a kind and machine), where a C++ compiler is; eager by "
+        "transformers' modules",
         choices=LAYERS,
     )
     kernels: str = _setting(

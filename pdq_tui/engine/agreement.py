@@ -18,6 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from pdq_tui.engine import faults
 from pdq_tui.engine.cancel import check
 from pdq_tui.engine.kv import KvCache
 from pdq_tui.engine.recorded import Step, UncompiledError
@@ -61,7 +62,9 @@ class Agreement:
             try:
                 got = layer(*args, **kwargs)
             except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-                raise UncompiledError(f"layer {number} compiled does not run: {first_line(error)}") from error
+                raise UncompiledError(
+                    f"layer {number} compiled does not run: {faults.first_line(error)}"
+                ) from error
             apart += _apart(got, wanted)
             explained += _apart(rounded, wanted)
             added += _apart(wanted, state * scale)
@@ -94,7 +97,9 @@ class Agreement:
             try:
                 got = step()
             except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-                raise UncompiledError(f"a decode step compiled does not run: {first_line(error)}") from error
+                raise UncompiledError(
+                    f"a decode step compiled does not run: {faults.first_line(error)}"
+                ) from error
             apart += _apart(got, recorded.logits)
             size += _square(recorded.logits - recorded.logits.mean(-1, keepdim=True))
             floor = _floor(recorded.logits.dtype)
@@ -159,7 +164,3 @@ def _square(x: Tensor) -> float:
 
 def _apart(one: Tensor, other: Tensor) -> float:
     return _square(one.double() - other.double())
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0]

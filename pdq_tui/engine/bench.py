@@ -19,6 +19,9 @@ from pdq_tui.engine.prompts import Batch, Prepared
 from pdq_tui.engine.runner import Arm, Hooks, Limits, Peaks, first_use, run_request
 from pdq_tui.errors import UsageError
 
+#: What is warmed up once: policy's digest, stage, rows, and positions (of the prompt, of the buffers).
+Shape = tuple[str, str, int, int]
+
 
 @dataclass
 class Control:
@@ -54,7 +57,7 @@ class Bench:
         self._requests = 0
         self._blocks = 0
         self._last_end_ns: int | None = None
-        self._warm: set[tuple[str, str, int, int]] = set()
+        self._warm: set[Shape] = set()
         self._history: dict[tuple[str, int, int], list[float]] = {}
 
     # -- what changes between requests -------------------------------------------------------------------------------
@@ -101,15 +104,18 @@ class Bench:
 
     def is_warm(self, label: str) -> bool:
         """Whether both stages of this arm have run on the workload's first shape."""
-        return self._shapes(self.arm(label), self._batch(0)) <= self._warm
+        return self._warm.issuperset(self._shapes(self.arm(label), self._batch(0)))
 
-    def _shapes(self, arm: Arm, batch: Batch) -> set[tuple[str, str, int, int]]:
+    def _shapes(self, arm: Arm, batch: Batch) -> tuple[Shape, Shape]:
+        """Of prefill and of decode."""
         assert self.prepared is not None
         digest = arm.policy.digest
-        return {
-            (digest, "prefill", batch.rows, batch.width),
-            (digest, "decode", batch.rows, self.prepared.capacity),
-        }
+        return (digest, "prefill", batch.rows, batch.width), (
+            digest,
+            "decode",
+            batch.rows,
+            self.prepared.capacity,
+        )
 
     def arm(self, label: str) -> Arm:
         if label not in self.arms:
@@ -187,8 +193,7 @@ class Bench:
         """Both stages' real paths for this (stage, policy, shape), once; the record is sent and marked."""
         assert self.prepared is not None
         digest, tokens = arm.policy.digest, self.prepared.workload.output_tokens
-        prefill = (digest, "prefill", batch.rows, batch.width)
-        decode = (digest, "decode", batch.rows, self.prepared.capacity)
+        prefill, decode = self._shapes(arm, batch)
         if prefill in self._warm and (decode in self._warm or tokens == 1):
             return
         steps = 1 if decode in self._warm else self.warmup_steps

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pdq_tui.core.protocol import Canary, Soak
 from pdq_tui.engine.device import Device
+from pdq_tui.engine.quality import divergence
 from pdq_tui.engine.runner import Arm
 
 
@@ -44,7 +45,7 @@ class Canaries:
                 highest = top if highest is None else max(highest, top)
             if bool(finite.all()):
                 p, q = (x.double().log_softmax(-1) for x in (self._logits[i], logits))
-                klds.append(float((p.exp() * (p - q)).sum(-1).clamp_min(0).mean()))
+                klds.append(float(divergence(p, q).mean()))
         sha = said.hexdigest()
         if first:
             self._sha = sha

@@ -107,6 +107,8 @@ def main(gguf: Path, target: Path) -> int:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    from pdq_tui.engine import faults
+
     print(PHASES[1], file=out)
     try:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
@@ -117,7 +119,7 @@ def main(gguf: Path, target: Path) -> int:
             dtype=torch.bfloat16,
         )
     except (ValueError, KeyError, IndexError, OSError, NotImplementedError, RuntimeError) as error:
-        print("error: " + (str(error) or type(error).__name__).splitlines()[0], file=out)
+        print(f"error: {faults.first_line(error)}", file=out)
         return 1
     print(PHASES[2], file=out)
     model.save_pretrained(target)

@@ -55,7 +55,7 @@ def failure(error: BaseException, stage: str | None, device: Device | None) -> F
     # Not asked of a device that may have failed: its answer would be another error.
     scarce = device.free_bytes() if device is not None and _PRIMITIVE in str(error) else None
     kind = kind_of(error, scarce)
-    first = (str(error) or type(error).__name__).splitlines()[0]
+    first = first_line(error)
     detail = "".join(traceback.format_exception(error))[-8000:]
     if kind == "oom":
         threads = _NO_THREAD in str(error)

@@ -18,6 +18,7 @@ from pdq_tui.core.protocol import Guarded, Request
 from pdq_tui.engine import faults
 from pdq_tui.engine.device import Device
 from pdq_tui.engine.prompts import Batch
+from pdq_tui.engine.quality import divergence
 from pdq_tui.engine.runner import Arm
 
 #: Tokens of an answer that are compared at most: its last ones, where the error of a decode has grown largest.
@@ -87,9 +88,10 @@ def _compare(device: Device, base: Arm, batch: Batch, capacity: int, kept: Kept,
     if found.nonfinite:
         found.reason = "logits are not finite"
         return
-    values = torch.cat([_kld(p[at : at + _ROWS], q[at : at + _ROWS]) for at in range(0, len(q), _ROWS)])
+    both = zip(torch.split(p, _ROWS), torch.split(q, _ROWS), strict=True)
+    values = torch.cat([divergence(*(x.double().log_softmax(-1) for x in rows)) for rows in both])
     if not bool(torch.isfinite(values).all()):
-        found.reason = "the divergence is not finite: a token that the baseline allows is ruled out, or its own logits are broken"
+        found.reason = "the divergence is not finite: the baseline's own logits are broken"
         return
     found.kld, found.kld_max = float(values.mean()), float(values.max())
 
@@ -113,11 +115,3 @@ def _logits(
     pad = batch.pad.to(device.torch_device) if batch.pad is not None else None
     generation = base.staged.start(batch.rows, max(capacity, ids.shape[1]), pad)
     return generation.score(ids, keep)
-
-
-def _kld(base: Tensor, arm: Tensor) -> Tensor:
-    """[n, V] each → [n], in nats."""
-    p, q = base.double().log_softmax(-1), arm.double().log_softmax(-1)
-    # A token that the baseline rules out adds nothing, also where the arm rules it out as well.
-    terms = torch.where(torch.isneginf(p), 0.0, p.exp() * (p - q))
-    return terms.sum(-1).clamp_min(0)

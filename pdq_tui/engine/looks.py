@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import psutil
 
 from pdq_tui.core.metrics import counted
 from pdq_tui.engine.runner import Peaks
@@ -145,19 +145,16 @@ class CpuTimes(msgspec.Struct, frozen=True):
     own: float
 
 
-def cpu_times(file: Path = Path("/proc/stat")) -> CpuTimes | None:
-    """None where the kernel does not tell. Fields of the first line, in ticks: user, nice, system, idle, iowait, irq,
-    softirq, steal (proc(5))."""
+def cpu_times() -> CpuTimes | None:
+    """None where the system does not tell."""
     try:
-        ticks = [int(word) for word in file.read_text(encoding="ascii").splitlines()[0].split()[1:9]]
-        tick = float(os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError, AttributeError):
+        times = psutil.cpu_times()
+    except OSError:
         return None
-    if len(ticks) < 8:
-        return None
-    idle = ticks[3] + ticks[4]
+    # guest times are counted in user and nice already (proc(5))
+    every = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     used = os.times()
-    return CpuTimes((sum(ticks) - idle) / tick, sum(ticks) / tick, used.user + used.system)
+    return CpuTimes(every - times.idle - getattr(times, "iowait", 0.0), every, used.user + used.system)
 
 
 def others(before: CpuTimes | None, after: CpuTimes | None) -> float | None:
@@ -166,11 +163,6 @@ def others(before: CpuTimes | None, after: CpuTimes | None) -> float | None:
         return None
     theirs = (after.busy - before.busy) - (after.own - before.own)
     return min(1.0, max(0.0, theirs / (after.all - before.all)))
-
-
-def median_spread(spreads: Sequence[float]) -> float | None:
-    found = sorted(spreads)
-    return found[len(found) // 2] if found else None
 
 
 def told(looks: Looks) -> dict[str, Any] | None:

@@ -123,7 +123,7 @@ def measure(device: Device, info: DeviceInfo, progress: Progress, cancelled: Cal
         copy_gbps=copy_gbps,
         at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         others=looks.others(before, looks.cpu_times()) if before is not None else None,
-        spread=looks.median_spread(spreads),
+        spread=statistics.median_high(spreads) if spreads else None,
     )
 
 

@@ -79,6 +79,8 @@ def main() -> None:
     """The child: the jobs on stdin, a word for each on stdout."""
     import torch
 
+    from pdq_tui.engine import faults
+
     torch.set_num_threads(1)
     for job in json.loads(sys.stdin.read()):
         try:
@@ -93,7 +95,7 @@ def main() -> None:
             ValueError,
             AttributeError,
         ) as error:
-            why = (str(error) or type(error).__name__).strip().splitlines()[0]
+            why = faults.first_line(error)
         sys.stdout.write(f"\n{MARK}{json.dumps(why)}\n")
         sys.stdout.flush()
 

@@ -25,6 +25,13 @@ from pdq_tui.engine.windows import digest
 _ROWS: Final = 32
 
 
+def divergence(p: Tensor, q: Tensor) -> Tensor:
+    """KLD of q to p by row, in nats: log-probabilities [n, V] each → [n]. A token that p rules out adds nothing, also where q
+    rules it out as well."""
+    terms = torch.where(p == -math.inf, 0.0, p.exp() * (p - q))
+    return terms.sum(-1).clamp_min(0)  # rounding may leave −1e-18
+
+
 @dataclass
 class _Values:
     """Per compared position."""
@@ -39,10 +46,8 @@ class _Values:
         for at in range(0, len(forced), _ROWS):
             rows = slice(at, at + _ROWS)
             p, q = (x[rows].double().log_softmax(-1) for x in (base, arm))
-            # A token that the base rules out adds nothing, also where the arm rules it out as well.
-            terms = torch.where(p == -math.inf, 0.0, p.exp() * (p - q))
             token = forced[rows, None]
-            self.kld += _finite(terms.sum(-1).clamp_min(0))  # rounding may leave −1e-18
+            self.kld += _finite(divergence(p, q))
             self.same += (base[rows].argmax(-1) == arm[rows].argmax(-1)).tolist()
             self.nll += _finite(-q.gather(-1, token)[:, 0])
             self.base_nll += _finite(-p.gather(-1, token)[:, 0])

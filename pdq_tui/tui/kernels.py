@@ -91,6 +91,8 @@ class KernelsScreen(Page):
         self._roof = Roof(None, {})
         self._snapshots: dict[str, list[RoofPoint]] = {}
         self._asked: tuple[str, ...] = ()
+        #: The arm whose burst was asked for, what it had before, and the sentence that says so.
+        self._waits: tuple[str, Traced | None, str] | None = None
 
     def compose_body(self) -> ComposeResult:
         from textual.containers import Vertical
@@ -133,11 +135,21 @@ class KernelsScreen(Page):
         if not self.is_current:
             return
         view: SessionView = self._session().view(1.0)
+        self._end_waiting(view)
         self._show_kernels(view)
         self._show_points(view)
         if view.snapshots[-_SNAPSHOTS:] != self._asked:
             self._asked = view.snapshots[-_SNAPSHOTS:]
             self._read(Path(view.run_dir), self._asked)
+
+    def _end_waiting(self, view: SessionView) -> None:
+        """The burst that was asked for is there: its sentence goes, unless another one stands in its place."""
+        if self._waits is not None:
+            arm, before, sentence = self._waits
+            if view.traces.get(arm) is not before:
+                self._waits = None
+                if self.said == sentence:
+                    self.say("")
 
     def _session(self) -> Any:
         return getattr(self.app, "session")  # noqa: B009 - the app's class is not this room's to know
@@ -246,6 +258,7 @@ class KernelsScreen(Page):
             self.say(
                 f"profiling a burst of arm {view.active}, between two requests; a or b in 1 Live chooses the other arm"
             )
+            self._waits = view.active, view.traces.get(view.active), self.said
 
         def refused() -> None:
             self.say(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from fake_device import FakeDevice
 
@@ -109,13 +110,17 @@ def test_a_machine_that_is_never_quiet_is_not_measured_for_ever(
     assert found.warning is not None and "looks again" not in found.warning
 
 
-def test_what_others_take_of_a_machine_is_what_is_not_our_own(tmp_path: Path) -> None:
+def test_what_others_take_of_a_machine_is_what_is_not_our_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+
     def reading(busy_s: float, idle_s: float, own_s: float) -> looks.CpuTimes:
         tick = os.sysconf("SC_CLK_TCK")
         stat = tmp_path / "stat"
         user, steal = int(busy_s * tick / 2), int(busy_s * tick) - int(busy_s * tick / 2)
         stat.write_text(f"cpu  {user} 0 0 {int(idle_s * tick)} 0 0 0 {steal} 0 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
-        found = looks.cpu_times(stat)
+        found = looks.cpu_times()
         assert found is not None
         return msgspec.structs.replace(found, own=own_s)
 
@@ -123,7 +128,8 @@ def test_what_others_take_of_a_machine_is_what_is_not_our_own(tmp_path: Path) ->
     assert looks.others(before, reading(14.0, 94.0, 9.0)) == 0.0, "all of it is ours"
     assert looks.others(before, reading(14.0, 94.0, 7.0)) == pytest.approx(0.25), "2 of 8 s"
     assert looks.others(before, before) is None
-    assert looks.cpu_times(tmp_path / "none") is None
+    (tmp_path / "stat").unlink()
+    assert looks.cpu_times() is None
 
 
 def test_repetitions_that_differ_are_seen() -> None:

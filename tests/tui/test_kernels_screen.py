@@ -176,6 +176,19 @@ async def test_the_key_asks_for_a_burst_of_the_active_arm(tmp_path: Path) -> Non
         assert not app.session.calls and "not ready yet" in text_of(app)
 
 
+async def test_what_is_said_of_a_burst_ends_when_it_is_there(tmp_path: Path) -> None:
+    app = app_of(tmp_path, bursts=False)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settle(pilot)
+        await pilot.press("t")
+        await settle(pilot)
+        assert "profiling a burst of arm A" in text_of(app)
+        app.session.change(traces=kernels_view().traces)
+        app.screen._tick()
+        await settle(pilot)
+        assert "profiling a burst" not in text_of(app)
+
+
 async def test_a_policy_that_runs_something_else_is_seen(tmp_path: Path) -> None:
     app = app_of(tmp_path, flagged=True)
     async with app.run_test(size=(160, 60)) as pilot:
