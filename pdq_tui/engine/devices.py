@@ -15,8 +15,11 @@ import torch
 
 from pdq_tui.core.protocol import DeviceInfo
 from pdq_tui.engine.device import CudaDevice, Device, Mark, cuda_devices, open_device, pick_gpu
+from pdq_tui.engine.layout import Layout
 from pdq_tui.errors import UnfitError
 
+# torch ships no types for its events.
+_Event: Any = torch.cuda.Event
 #: In ``--gpu``: all that are visible.
 ALL = "all"
 
@@ -110,6 +113,15 @@ def open_devices(kind: str = "auto", gpu: str | None = None, wanted_threads: int
     return DeviceGroup(parts)
 
 
+def devices_of(layout: Layout) -> Device:
+    """Those that a model in memory lies on. Raises UnfitError."""
+    if layout.home.type != "cuda":
+        return open_device(layout.home.type)
+    parts = [CudaDevice(device.index or 0) for device in layout.devices]
+    torch.cuda.set_device(parts[0].index)
+    return DeviceGroup(parts) if len(parts) > 1 else parts[0]
+
+
 def pick_gpus(words: str, uuids: list[str | None]) -> list[int]:
     """Indices among the visible devices, in the order given. Raises UnfitError, never guesses."""
     if words == ALL:
@@ -127,7 +139,7 @@ def _wait_for(first: Device, others: Sequence[Device]) -> None:
         return
     stream: Any = torch.cuda.current_stream(first.torch_device)
     for other in others:
-        event: Any = torch.cuda.Event()
+        event = _Event()
         event.record(torch.cuda.current_stream(other.torch_device))
         stream.wait_event(event)
 

@@ -72,6 +72,7 @@ def lay_out(
     if len(devices) == 1:
         return on_one(devices[0])
     layers = [(name, _bytes(module)) for name, module in decoder_layers(model)]
+    _check_layers(model, len(layers))
     if len(layers) < len(devices):
         raise UnfitError(
             f"this model has {len(layers)} decoder layers, {len(devices)} devices were asked for",
@@ -122,7 +123,18 @@ def layout_of(model: PreTrainedModel) -> Layout:
             " each pass, and that would be measured",
             'load it with a device_map that has GPUs alone, or device_map={"": 0}',
         )
+    _check_layers(model, len(places))
     return Layout(devices, units, tuple(places))
+
+
+def _check_layers(model: PreTrainedModel, found: int) -> None:
+    wanted = int(model.config.get_text_config().num_hidden_layers)
+    if found != wanted:
+        raise UnfitError(
+            f"{type(model).__name__}: {found} decoder layers of transformers' kind were found, its config says {wanted}: they"
+            " cannot be laid over several devices",
+            "choose one GPU",
+        )
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

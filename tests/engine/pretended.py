@@ -35,7 +35,11 @@ class Far(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor, far: torch.device) -> Far:
         made = torch.Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
         )
         made.inner, made.far = inner, far
         return made
@@ -79,7 +83,9 @@ class Far(torch.Tensor):
         if where is None and func not in _COPIES:
             where = next(iter(found))
         if asked is not None:
-            where = None if torch.device(asked).type == "cpu" and func._schema.name != "aten::_to_copy" else where
+            where = (
+                None if torch.device(asked).type == "cpu" and func._schema.name != "aten::_to_copy" else where
+            )
         ran[str(where)] += 1
         if func is torch.ops.aten.copy_.default and len(found | {where}) > 1:
             moves[str(args[1].device), str(args[0].device)] += 1
