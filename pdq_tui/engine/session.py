@@ -24,6 +24,7 @@ from pdq_tui.engine.channel import Inbox
 from pdq_tui.engine.device import Device
 from pdq_tui.engine.devices import open_devices
 from pdq_tui.engine.loader import LoadedModel, load_model, load_source
+from pdq_tui.engine.looks import Looks
 from pdq_tui.engine.peaks import peaks
 from pdq_tui.engine.prompts import prepare
 from pdq_tui.engine.runner import Arm, RequestFailedError
@@ -197,7 +198,10 @@ class Session:
                 info = self.info = device.info()
                 info.layers = model.layout.words() if model.layout.several else ""
                 cache = Path(command.cache_dir) if command.cache_dir else locations.cache_dir()
-                found = peaks(device, info, cache, self.progress("load", "probes"), cancelled)
+                if model.layout.several:  # peaks are of one device: nothing is held against them
+                    found = Looks(())
+                else:
+                    found = peaks(device, info, cache, self.progress("load", "probes"), cancelled)
                 best = found.best
                 info.read_peak_gbps, info.read_peak_method = best.read_gbps, best.read_method
                 info.compute_peak_tflops, info.copy_peak_gbps = dict(best.compute_tflops), best.copy_gbps
