@@ -168,9 +168,10 @@ def _device(facts: Facts) -> Json | None:
     put(out, "copy_peak_gbps", d.copy_peak_gbps, _no_peak(d, "copy"))
     if d.others:
         out["layers"] = d.layers
+        first: Json = {"name": d.own_name or d.name, "uuid": d.uuid, "memory": d.own_memory_bytes}
         out["parts"] = [
-            {"name": one.name, "uuid": one.uuid, "memory": memory}
-            for one, memory in ((d, d.own_memory_bytes), *((o, o.memory_bytes) for o in d.others))
+            first,
+            *({"name": o.name, "uuid": o.uuid, "memory": o.memory_bytes} for o in d.others),
         ]
     out["peaks_from"] = d.peaks_from
     sheet = data_sheet(d.name)

@@ -150,7 +150,7 @@ def engine_gpu(f: Facts, sample: p.SensorSample) -> p.GpuSample | None:
 
 def engine_gpus(f: Facts, sample: p.SensorSample) -> list[p.GpuSample]:
     """Those that the engine runs on, joined by their flag or their UUID."""
-    named = {d.uuid for d in (f.device, *f.device.others) if d.uuid is not None} if f.device else set()
+    named = {f.device.uuid, *(part.uuid for part in f.device.others)} - {None} if f.device else set()
     return [gpu for gpu in sample.gpus if gpu.engine or gpu.uuid in named]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pdq_tui.core.protocol import DeviceInfo
+from pdq_tui.core.protocol import DeviceInfo, DevicePart
 from pdq_tui.engine.device import CudaDevice, Device, Mark, cuda_devices, open_device, pick_gpu
 from pdq_tui.engine.layout import Layout
 from pdq_tui.errors import UnfitError
@@ -43,8 +43,17 @@ class DeviceGroup:
         told = [part.info() for part in self.parts]
         info = told[0]
         names = list(dict.fromkeys(part.name for part in told))
-        info.others = told[1:]
-        info.own_memory_bytes = info.memory_bytes
+        info.others = [
+            DevicePart(
+                name=part.name,
+                index=part.index,
+                uuid=part.uuid,
+                bus_id=part.bus_id,
+                memory_bytes=part.memory_bytes,
+            )
+            for part in told[1:]
+        ]
+        info.own_name, info.own_memory_bytes = info.name, info.memory_bytes
         info.name = f"{len(told)} × {names[0]}" if len(names) == 1 else " + ".join(part.name for part in told)
         info.capability, info.memory_bytes = self.capability, self.total_bytes
         info.memory_method = self.memory_method

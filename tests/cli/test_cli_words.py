@@ -236,6 +236,22 @@ def test_doctor_where_the_device_is_missing_exits_4(pdq: Pdq) -> None:
     assert re.search(r"^fail +engine +no CUDA device", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("evaluate", "/no/such/model", "--gpu", "0,1"),
+        ("search", "/no/such/model", "--max-kld", "0.1", "--gpu", "all"),
+        ("tune", "/no/such/model", "--gpu", "all"),
+    ],
+)
+def test_what_judges_refuses_several_gpus_before_anything_is_looked_for(
+    pdq: Pdq, words: tuple[str, ...]
+) -> None:
+    done = pdq(*words)
+    assert done.returncode == 4
+    assert f"{words[0]} runs on one GPU, and --gpu is {words[-1]}" in " ".join(done.stderr.split())
+
+
 def test_no_option_of_python_or_the_folder_leaks_in(pdq: Pdq, tmp_path: Path) -> None:
     """A module of the same name as one of ours or of a library, in the current folder, is not imported."""
     (tmp_path / "typer.py").write_text("raise SystemExit(99)\n")

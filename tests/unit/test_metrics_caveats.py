@@ -71,6 +71,30 @@ def test_processes_on_and_beside_the_engine_s_gpu_are_named(
     assert not [w for w in run_document(meta, events)["warnings"] if "engine's GPU" in w or "beside" in w]
 
 
+def test_gpus_that_share_the_model_are_no_neighbours_and_nothing_is_held_against_a_peak(
+    make_run: Any, meta: dict[str, Any]
+) -> None:
+    events = make_run({"bf16": (100, 50), "int4": (180, 26)}).events()
+    for e in events:
+        if isinstance(e, p.SensorSample):
+            e.gpus = [p.GpuSample(index=i, engine=True, other_processes=0, gpu_util=0.9) for i in (0, 1)]
+        if isinstance(e, p.ModelReady):
+            e.device.others = [p.DevicePart(name="GPU", uuid="GPU-1", memory_bytes=5)]
+            e.device.own_memory_bytes, e.device.layers = 4, "20 layers on cuda:0, 12 on cuda:1"
+            e.device.read_peak_gbps, e.device.compute_peak_tflops = None, {}
+        if isinstance(e, p.Request):
+            e.devices, e.prefill_bound_ms, e.decode_bound_ms = 2, None, None
+    made = run_document(meta, events)
+    told = [w for w in made["warnings"] if "devices" in w or "beside the engine's" in w]
+    words = "layers on 2 devices (20 layers on cuda:0, 12 on cuda:1): figures are shown, nothing is judged"
+    assert told == [f"bf16: {words}", f"int4: {words}"]
+    assert [part["memory"] for part in made["device"]["parts"]] == [4, 5]
+    why = "layers on 2 devices: peaks are of one"
+    for arm in made["arms"]:
+        assert (arm["decode"]["mbu"], arm["decode"]["mbu_reason"]) == (None, why)
+        assert (arm["prefill"]["explained"], arm["prefill"]["explained_reason"]) == (None, why)
+
+
 def test_an_engine_far_from_the_hardware_is_named(make_run: Any, meta: dict[str, Any]) -> None:
     """The virtual engine: decode_bound_ms 4 of 50 ms and of 26 ms."""
     found = document(make_run, meta)["warnings"]

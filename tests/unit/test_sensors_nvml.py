@@ -11,6 +11,7 @@ from fake_nvml import BUSES, GIB, UUIDS, FakeNvml, build
 from fake_nvml.sensors_process import sensors
 
 from pdq_tui.core.protocol import GpuSample, SensorSample, SensorState
+from pdq_tui.core.together import together
 
 GPM = {
     "sm_activity", "occupancy", "tensor_activity", "dram_util", "nvlink_rx_bytes_s", "nvlink_tx_bytes_s",
@@ -320,6 +321,30 @@ def test_N05_the_engine_is_joined_by_uuid_not_by_index(tmp_path):
         assert worker.until(lambda e: isinstance(e, SensorState) and e.engine_gpu == 1)
         gpus = worker.gpus(lambda gpus: any(g.engine for g in gpus))
         assert [g.engine for g in gpus] == [False, True]
+
+
+def test_N05_several_gpus_of_one_model_are_all_the_engine_s(tmp_path):
+    fake = FakeNvml.create(tmp_path, gpus=2)
+    with sensors(tmp_path, fake.env) as worker:
+        worker.watch(pid=1, uuid=UUIDS[1], others=[(None, BUSES[0])])
+        assert worker.until(lambda e: isinstance(e, SensorState) and e.engine_gpus == [1, 0])
+        gpus = worker.gpus(lambda gpus: all(g.engine for g in gpus))
+        assert len(gpus) == 2
+        worker.watch(pid=1, uuid=UUIDS[1], others=[("GPU-elsewhere", None)])
+        state = worker.until(lambda e: isinstance(e, SensorState) and e.engine_gpus == [1])
+        assert state.engine_gpu == 1 and state.engine_gpu_reason == "NVML knows no GPU GPU-elsewhere"
+
+
+def test_several_gpus_read_as_one_add_amounts_and_miss_what_one_does_not_tell():
+    one = GpuSample(index=0, power_w=300.0, energy_j=10.0, gpu_util=0.9, temperature_c=60.0, sm_mhz=1900.0)
+    two = GpuSample(
+        index=1, power_w=200.0, gpu_util=0.5, temperature_c=70.0, sm_mhz=1500.0, missing={"energy_j": "n/a"}
+    )
+    made = together([one, two])
+    assert made is not None and (made.power_w, made.gpu_util) == (500.0, 0.7)
+    assert (made.temperature_c, made.sm_mhz) == (70.0, 1500.0)
+    assert made.energy_j is None and made.missing["energy_j"] == "GPU 1: n/a"
+    assert together([two]) is two and together([]) is None and one.missing == {}
 
 
 def test_N05_a_cpu_run_says_what_hides_the_gpus(tmp_path):

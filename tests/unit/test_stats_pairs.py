@@ -227,6 +227,14 @@ def test_an_eager_gpu_run_gives_no_verdict(make_run: Any) -> None:
     assert rows[0].ratio is not None  # the figure is shown
 
 
+def test_a_model_on_several_devices_gives_no_verdict(make_run: Any) -> None:
+    run = make_run({"A": (100, 50), "B": (50, 25)})
+    requests = [msgspec.structs.replace(r, eager_launch_bound=True, devices=2) for r in run.requests]
+    rows = ratios(requests, "A", ["A", "B"])
+    assert {(r.judgement, r.reason) for r in rows} == {("unsure", "layers on 2 devices")}
+    assert rows[0].ratio is not None
+
+
 def test_conditions_told_from_outside_make_it_unsure(make_run: Any) -> None:
     run = make_run({"A": (100, 50), "B": (50, 25)})
     told = {"B": dict.fromkeys(RATIO_METRICS, "clocks")}

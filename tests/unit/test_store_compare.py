@@ -220,6 +220,18 @@ def test_T14_other_thread_counts_are_flagged(snap: Any) -> None:
     assert rows(c)["tpot_ms"].judgement == "unsure" and rows(c)["tpot_ms"].reason == "threads"
 
 
+def test_a_model_on_several_devices_is_shown_and_not_judged(snap: Any) -> None:
+    def several(e: Any) -> None:
+        if isinstance(e, p.Request):
+            e.devices = 2
+
+    one, two = snap(SPEED, change=several)
+    made = rows(compare([one, two]))
+    assert {r.reason for r in made.values()} == {"layers on 2 devices"}
+    assert {r.judgement for r in made.values()} <= {"unsure", ""} and made["tpot_ms"].judgement == "unsure"
+    assert made["tpot_ms"].value is not None, "the figures are there"
+
+
 def test_memory_read_by_another_call_is_not_compared(snap: Any) -> None:
     def version(v: str) -> Callable[[dict[str, Any]], None]:
         return lambda m: m["conditions"].update(memory_version=v)

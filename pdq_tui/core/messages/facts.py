@@ -31,13 +31,23 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     notes: list[str] = msgspec.field(default_factory=list)
 
 
+class DevicePart(msgspec.Struct, kw_only=True):
+    """A further device of a model that lies on several."""
+
+    name: str
+    index: int | None = None
+    uuid: str | None = None
+    bus_id: str | None = None
+    memory_bytes: int | None = None
+
+
 class DeviceInfo(msgspec.Struct, kw_only=True):
     """``uuid`` and ``bus_id`` are None on CPU. ``features``: of ``core.kernels.FEATURES``, None where nobody looked.
     ``copy_peak_gbps`` counts what is read and what is written. ``driver``: version of the device's driver.
     ``memory_bytes`` is the device's (or the cgroup's / machine's) total. ``peaks_from``: how often and when the peaks were
     looked for, and how far the looks are apart. ``tuned_stamp``: of the tuned kernel table that comes first here; empty where
     none does. ``others``: the further devices that the model lies on; ``name`` and ``memory_bytes`` are of all then,
-    ``own_memory_bytes`` of the first. ``layers``: in words, which layers lie where; "" on one device."""
+    ``own_name`` and ``own_memory_bytes`` of the first. ``layers``: in words, which layers lie where; "" on one device."""
 
     kind: str
     name: str
@@ -60,7 +70,8 @@ class DeviceInfo(msgspec.Struct, kw_only=True):
     peaks_from: str = ""
     tuned_stamp: dict[str, str] = msgspec.field(default_factory=dict)
     driver: str | None = None
-    others: list[DeviceInfo] = msgspec.field(default_factory=list)
+    others: list[DevicePart] = msgspec.field(default_factory=list)
+    own_name: str = ""
     own_memory_bytes: int | None = None
     layers: str = ""
 
