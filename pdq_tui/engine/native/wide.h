@@ -10,6 +10,8 @@
 
 #include <omp.h>
 
+#include <memory>
+
 #include "gemm.h"
 #include "gemv.h"
 
@@ -54,22 +56,8 @@ struct Bytes {
   }
 };
 
-// Rows of `steps` lanes each → tiles of TILE rows; what the last tile lacks is zeros.
-struct Tiles {
-  int64_t steps;
-  std::vector<int32_t> lanes;
-
-  Tiles(const void* rows, int64_t count, int64_t steps) : steps(steps), lanes((count + TILE - 1) / TILE * TILE * steps) {
-    const char* from = static_cast<const char*>(rows);
-    each_row(count, [&](int64_t r) {
-      int32_t* to = lanes.data() + r / TILE * TILE * steps + r % TILE;
-      for (int64_t s = 0; s < steps; ++s) std::memcpy(to + s * TILE, from + (r * steps + s) * sizeof *to, sizeof *to);
-    });
-  }
-  const int32_t* tile(int64_t first_row) const { return lanes.data() + first_row * steps; }
-};
-
-// 16 rows of 16 lanes → 16 columns, each stored PANEL lanes after the one before.
+// 16 rows of 16 lanes → 16 columns, the first `LANES` rows of each stored, STRIDE lanes after the one before.
+template <int64_t STRIDE = PANEL, int LANES = 16>
 inline void transpose16(__m512i r[16], int32_t* to) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 2) {
@@ -82,15 +70,121 @@ inline void transpose16(__m512i r[16], int32_t* to) {
     r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
     r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
+  const auto put = [to](int column, __m512i x) { _mm512_mask_storeu_epi32(to + column * STRIDE, static_cast<__mmask16>((1 << LANES) - 1), x); };
   for (int c = 0; c < 4; ++c) {  // 128-bit quarter q of r[4 g + c] is column 4 q + c of rows 4 g … 4 g + 3
     const __m512i a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
     const __m512i d = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88), e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
-    _mm512_storeu_si512(to + c * PANEL, _mm512_shuffle_i32x4(a, d, 0x88));
-    _mm512_storeu_si512(to + (4 + c) * PANEL, _mm512_shuffle_i32x4(b, e, 0x88));
-    _mm512_storeu_si512(to + (8 + c) * PANEL, _mm512_shuffle_i32x4(a, d, 0xdd));
-    _mm512_storeu_si512(to + (12 + c) * PANEL, _mm512_shuffle_i32x4(b, e, 0xdd));
+    put(c, _mm512_shuffle_i32x4(a, d, 0x88));
+    put(4 + c, _mm512_shuffle_i32x4(b, e, 0x88));
+    put(8 + c, _mm512_shuffle_i32x4(a, d, 0xdd));
+    put(12 + c, _mm512_shuffle_i32x4(b, e, 0xdd));
   }
 }
+
+// Room that is not filled with zeros first: all of it is written.
+using Lanes = std::unique_ptr<int32_t[]>;
+
+// Up to TILE rows of `steps` lanes, `stride` lanes apart, → a tile; rows that are not there are zeros. steps: a multiple of 16.
+inline void interleave(const int32_t* rows, int64_t count, int64_t stride, int64_t steps, int32_t* tile) {
+  for (int64_t s = 0; s < steps; s += 16) {
+    __m512i r[16];
+    for (int64_t i = 0; i < 16; ++i) r[i] = i < count ? load64(rows + i * stride + s) : _mm512_setzero_si512();
+    transpose16<TILE, TILE>(r, tile + s * TILE);
+  }
+}
+
+inline int64_t tiles_of(int64_t rows) { return (rows + TILE - 1) / TILE; }
+
+// Rows of `steps` lanes each → tiles of TILE rows.
+struct Tiles {
+  int64_t steps;
+  Lanes lanes;
+
+  Tiles(const void* rows, int64_t count, int64_t steps) : steps(steps), lanes(new int32_t[tiles_of(count) * TILE * steps]) {
+    const int32_t* from = static_cast<const int32_t*>(rows);
+#pragma omp parallel for schedule(static)
+    for (int64_t t = 0; t < tiles_of(count); ++t)
+      interleave(from + t * TILE * steps, std::min<int64_t>(TILE, count - t * TILE), steps, steps, lanes.get() + t * TILE * steps);
+  }
+  const int32_t* tile(int64_t first_row) const { return lanes.get() + first_row * steps; }
+};
+
+inline __m512 load16(const float* from, __mmask16 which) { return _mm512_maskz_loadu_ps(which, from); }
+inline __m512 load16(const bf16* from, __mmask16 which) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(which, from)), 16));
+}
+inline __mmask16 lanes_of(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
+
+// Largest magnitude of a row, which the bits without the sign are in the order of; infinity or more where one is not finite.
+inline float largest(const bf16* x, int64_t n) {
+  __m512i top = _mm512_setzero_si512();
+  for (int64_t i = 0; i < n; i += 32) {
+    const __mmask32 which = n - i >= 32 ? ~__mmask32{0} : static_cast<__mmask32>((1u << (n - i)) - 1);
+    top = _mm512_max_epu16(top, _mm512_and_si512(_mm512_maskz_loadu_epi16(which, x + i), _mm512_set1_epi16(0x7fff)));
+  }
+  const __m512i high = _mm512_srli_epi32(top, 16), low = _mm512_and_si512(top, _mm512_set1_epi32(0xffff));
+  return widen(bf16{static_cast<uint16_t>(_mm512_reduce_max_epu32(_mm512_max_epu32(high, low)))});
+}
+inline float largest(const float* x, int64_t n) {
+  __m512i top = _mm512_setzero_si512();
+  for (int64_t i = 0; i < n; i += 16)
+    top = _mm512_max_epu32(top, _mm512_and_si512(_mm512_castps_si512(load16(x + i, lanes_of(n - i))), _mm512_set1_epi32(0x7fffffff)));
+  const uint32_t bits = _mm512_reduce_max_epu32(top);
+  float most;
+  std::memcpy(&most, &bits, sizeof most);
+  return most;
+}
+
+// W8A8's and W4A8's activations for many rows: bytes in tiles, one scale a row as `quantize` makes it, and the sums of a row's
+// bytes in `groups` equal parts of a multiple of 32.
+struct Tokens {
+  int64_t rows, k, groups;
+  Lanes lanes;
+  std::vector<float> scale;
+  std::vector<int32_t> sums;
+
+  template <typename T>
+  Tokens(const T* x, int64_t rows, int64_t K, int64_t k, int64_t groups)
+      : rows(rows), k(k), groups(groups), lanes(new int32_t[tiles_of(rows) * TILE * (k / 4)]), scale(rows), sums(rows * groups) {
+#pragma omp parallel
+    {
+      const Lanes room(new int32_t[TILE * (k / 4)]);
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < tiles_of(rows); ++t) {
+        const int64_t count = std::min<int64_t>(TILE, rows - t * TILE);
+        for (int64_t r = 0; r < count; ++r) row(x + (t * TILE + r) * K, K, t * TILE + r, reinterpret_cast<int8_t*>(room.get() + r * (k / 4)));
+        interleave(room.get(), count, k / 4, k / 4, lanes.get() + t * TILE * (k / 4));
+      }
+    }
+  }
+  // A row that is there: tiles have more.
+  int64_t row(int64_t r) const { return std::min(r, rows - 1); }
+  const int32_t* tile(int64_t first_row) const { return lanes.get() + first_row * (k / 4); }
+
+ private:
+  template <typename T>
+  void row(const T* x, int64_t K, int64_t which, int8_t* q) {
+    const float most = largest(x, K);
+    int32_t* sum = sums.data() + which * groups;
+    if (!(most < std::numeric_limits<float>::infinity())) {  // as in `quantize`
+      std::memset(q, 0, k);
+      std::fill(sum, sum + groups, 0);
+      scale[which] = std::numeric_limits<float>::quiet_NaN();
+      return;
+    }
+    scale[which] = std::fmax(most / 127.0f, 1e-30f);
+    const __m512 by = _mm512_set1_ps(scale[which]);
+    for (int64_t i = 0; i < k; i += 16)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(q + i), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_div_ps(load16(x + i, lanes_of(K - i)), by))));
+    const __m256i ones = _mm256_set1_epi8(1);
+    for (int64_t g = 0, each = k / groups; g < groups; ++g) {
+      __m256i total = _mm256_setzero_si256();
+      for (int64_t i = g * each; i < (g + 1) * each; i += 32)
+        total = _mm256_dpbusd_epi32(total, ones, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + i)));
+      sum[g] = sum8(total);
+    }
+  }
+};
 
 // 64 columns of a row of int4 weights (0 … 15) or int8 weights as two vectors of words.
 inline void words_int4(const uint8_t* block, __m512i out[2]) {
@@ -168,53 +262,50 @@ inline void multiply(const int32_t* a, const int32_t* panel, int64_t steps, __m5
 
 inline void store16(float* to, __m512 x, __mmask16 which) { _mm512_mask_storeu_ps(to, which, x); }
 inline void store16(bf16* to, __m512 x, __mmask16 which) {  // rounds to nearest even; a NaN stays one
+#ifdef __AVX512BF16__
+  _mm256_mask_storeu_epi16(to, which, (__m256i)_mm512_cvtneps_pbh(x));
+#else
   const __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
   const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
   const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
   const __m512i kept = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x00400000));
   _mm256_mask_storeu_epi16(to, which, _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+#endif
 }
-inline __mmask16 lanes_of(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
-
 // Result of R rows × 32 channels from one panel. scale (and zero): PANEL floats, or groups × PANEL.
 struct TokensPanel {
-  const Activations& x;
-  const Tiles& tiles;
-  const int32_t* sum;  // of each row's bytes
+  const Tokens& x;
 
   template <int R>
   void operator()(int64_t from, const int32_t* panel, const PanelScales& s, __m512 out[R][2]) const {
     __m512i acc[R][2];
-    multiply<R, true>(tiles.tile(from), panel, tiles.steps, acc);
+    multiply<R, true>(x.tile(from), panel, x.k / 4, acc);
     for (int r = 0; r < R; ++r)
       for (int h = 0; h < 2; ++h) {
         const int64_t row = x.row(from + r);
-        const __m512i exact = _mm512_sub_epi32(acc[r][h], _mm512_set1_epi32(sum[row] * 128));
+        const __m512i exact = _mm512_sub_epi32(acc[r][h], _mm512_set1_epi32(x.sums[row] * 128));
         const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(exact), _mm512_set1_ps(x.scale[row]));
         out[r][h] = _mm512_mul_ps(value, _mm512_loadu_ps(s.scale + 16 * h));
       }
   }
 };
-// int4 weights 0 … 15 with activations as bytes, one scale a token. sums: of each row's activations by group, in parts of its
-// scale, rows × groups; zero: PANEL floats a group, what the middle of 8 and the zero point add to each.
+// int4 weights 0 … 15. zero: PANEL floats a group, what the middle of 8 and the zero point add to each of its activations.
 struct TokenGroupsPanel {
-  const Activations& x;
-  const Tiles& tiles;
-  const float* sums;
+  const Tokens& x;
 
   template <int R>
   void operator()(int64_t from, const int32_t* panel, const PanelScales& s, __m512 out[R][2]) const {
-    const int64_t groups = x.k / s.group, steps = s.group / 4;
+    const int64_t groups = x.groups, steps = s.group / 4;
     for (int r = 0; r < R; ++r) out[r][0] = out[r][1] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; ++g) {
       __m512i acc[R][2];
-      multiply<R, true>(tiles.tile(from) + g * steps * TILE, panel + g * steps * PANEL, steps, acc);
+      multiply<R, true>(x.tile(from) + g * steps * TILE, panel + g * steps * PANEL, steps, acc);
       for (int h = 0; h < 2; ++h) {
         const __m512 scale = _mm512_loadu_ps(s.scale + g * PANEL + 16 * h), zero = _mm512_loadu_ps(s.zero + g * PANEL + 16 * h);
         for (int r = 0; r < R; ++r) {
           out[r][h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][h]), scale, out[r][h]);
-          out[r][h] = _mm512_fmadd_ps(zero, _mm512_set1_ps(sums[x.row(from + r) * groups + g]), out[r][h]);
+          out[r][h] = _mm512_fmadd_ps(zero, _mm512_set1_ps(static_cast<float>(x.sums[x.row(from + r) * groups + g])), out[r][h]);
         }
       }
     }
@@ -222,19 +313,6 @@ struct TokenGroupsPanel {
       for (int h = 0; h < 2; ++h) out[r][h] = _mm512_mul_ps(out[r][h], _mm512_set1_ps(x.scale[x.row(from + r)]));
   }
 };
-// Sums of whole numbers by group, rows × groups.
-inline std::vector<float> group_sums(const Activations& x, int64_t group) {
-  std::vector<float> sums(x.rows * (x.k / group));
-  const int64_t groups = x.k / group;
-  each_row(x.rows, [&](int64_t r) {
-    for (int64_t i = r * groups; i < (r + 1) * groups; ++i) {
-      int32_t total = 0;
-      for (int64_t c = 0; c < group; ++c) total += x.q[i * group + c];
-      sums[i] = static_cast<float>(total);
-    }
-  });
-  return sums;
-}
 
 struct BlocksPanel {
   const Activations& x;
@@ -323,6 +401,19 @@ void multiply_all(const Product& product, int64_t rows, int64_t steps, int64_t N
       }
     }
   }
+}
+
+// e^x for x ≤ 0, within 2 units in the last place; 0 below −87. NaN stays NaN.
+inline __m512 exp16(__m512 x) {
+  const __mmask16 none = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r), _mm512_set1_ps(1.0f));
+  return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), none, _mm512_setzero_ps());
 }
 
 // -- few rows ---------------------------------------------------------------------------------------------------------
