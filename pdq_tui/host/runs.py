@@ -291,9 +291,9 @@ def _read_lock(lock: Path) -> dict[str, Any] | None:
     return body if isinstance(body, dict) and body.get("host") == socket.gethostname() else None
 
 
-def leftovers(parents: Iterable[Path] | None = None) -> list[Leftover]:
+def leftovers(parents: Iterable[Path] | None = None, *, clear: bool = True) -> list[Leftover]:
     """Workers of earlier sessions that outlived their app on this machine. Locks whose processes are all gone are
-    cleared away; those of other machines (a shared home) and of living apps are left alone."""
+    cleared away, unless ``clear`` is False: ``cut_short`` goes by them; those of other machines (a shared home) and of living apps are left alone."""
     found: list[Leftover] = []
     for parent in parents or (locations.runs_dir(),):
         for lock in sorted(parent.glob(f"*/{LOCK}")):
@@ -314,7 +314,7 @@ def leftovers(parents: Iterable[Path] | None = None) -> list[Leftover]:
                         _rss(worker["pid"]),
                     )
                 )
-            if not workers:
+            if clear and not workers:
                 with contextlib.suppress(OSError):
                     lock.unlink()
     return found

@@ -14,8 +14,9 @@ Tell = Callable[[str, str, str | None], None]
 
 
 def found(runs_dirs: Iterable[Path]) -> list[Leftover]:
-    """For a thread: locks are read, and processes looked up."""
-    return leftovers(set(runs_dirs))
+    """For a thread: locks are read, and processes looked up. The locks stay: the session goes by them to find the runs
+    that were cut short, at the same time, and clears them away."""
+    return leftovers(set(runs_dirs), clear=False)
 
 
 def question(left: Leftover) -> str:

@@ -14,7 +14,7 @@ from fake_views import BASE, STAGED, FakeSession
 from small_app import settle, text_of
 
 from pdq_tui.core.protocol import Load
-from pdq_tui.host.runs import LOCK, Run, leftovers, new_run
+from pdq_tui.host.runs import LOCK, Run, cut_short, leftovers, new_run
 from pdq_tui.tui.ask import Ask
 from pdq_tui.tui.live import LiveScreen
 
@@ -76,3 +76,16 @@ async def test_S05_readonly_offers_nothing(
     async with app.run_test(size=SIZE) as pilot:
         await settle(pilot)
         assert isinstance(app.screen, LiveScreen) and worker.poll() is None
+
+
+async def test_S05_the_lock_of_a_run_that_was_cut_short_is_left_for_the_session(
+    make_app: Make, worker: subprocess.Popen[bytes], killed: Run
+) -> None:
+    worker.kill()
+    worker.wait()
+    (killed.path / "events.jsonl").write_text('{"type":"request","v":1}\n')
+    app = make_app(**options())
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        assert isinstance(app.screen, LiveScreen), "nothing is left to end"
+    assert cut_short([killed.path.parent]) == [killed.path]
