@@ -9,12 +9,14 @@ Which layers it stands for says ``llama_kind``. As for compiled programs, result
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pdq_tui.engine import kv_native
+from pdq_tui.engine.faults import first_line
 from pdq_tui.engine.kv import active_cache
 from pdq_tui.engine.kv_store import Filled, KvStore
 from pdq_tui.engine.llama_kind import OUT, llama_kind
@@ -37,10 +39,17 @@ class NativeLayer(nn.Module):
                     f"{name} is multiplied by {type(matrix).__name__}, which our own layers do not call"
                 )
         matrices = list(kind.matrices.values())
-        self._slot, self._scaling, self._eps = call.slot, kind.scaling, kind.eps
+        self._slot, self._scaling = call.slot, kind.scaling
         nothing = self._nothing = kind.matrices[OUT].weight.new_empty(0)
-        tensors, self._numbers = given(matrices, nothing)
-        self._tensors = [*(nothing if norm is None else norm for norm in kind.norms), *tensors]
+        tensors, numbers = given(matrices, nothing)
+        norms = [nothing if norm is None else norm for norm in kind.norms]
+        ops: Any = torch.ops.pdq_native
+        try:
+            self._layer = ops.prepare_layer([*norms, *tensors], numbers, kind.head_dim, kind.eps)
+        except RuntimeError as error:
+            raise UncompiledError(f"no call of our own for this layer: {first_line(error)}") from error
+        # What was prepared holds the tensors: let go with this.
+        weakref.finalize(self, ops.forget_layer, self._layer).atexit = False
         self._run = getattr(torch.ops.pdq_native, f"layer_{word_of(matrices)}").default
         # Modules stay what they are: not a submodule, so that the view's linear layers are found once.
         self._stands_for = (call.layer,)
@@ -58,9 +67,7 @@ class NativeLayer(nn.Module):
             hidden.contiguous(),
             cos,
             sin,
-            self._tensors,
-            self._numbers,
-            self._eps,
+            self._layer,
             self._scaling,
             *kv_native.filled_up(filled.store.layers[filled.layer]),
             nothing if channels is None else channels.mean,

@@ -113,7 +113,7 @@ def test_every_form_in_bf16(form, make, tmp_path) -> None:
     # The modules round between their operators, the call where a matrix takes it; what W8A8 and W4A8 round to the other side
     # is a step of 127.
     error = (got.double() - wanted.double()).norm() / wanted.double().norm()
-    assert float(error) < (0.04 if form in ("w8a8", "w4a8") else 0.02)
+    assert float(error) < (0.05 if form in ("w8a8", "w4a8") else 0.03)
 
 
 def test_forms_of_several_kinds_in_one_layer(make, tmp_path) -> None:
@@ -121,7 +121,7 @@ def test_forms_of_several_kinds_in_one_layer(make, tmp_path) -> None:
     what = policy(FORMS["int8"], keep=keep)
     path = save_family("llama-bias", tmp_path)
     got, wanted = both(make, path, what, 2, torch.bfloat16)
-    assert float((got.double() - wanted.double()).norm() / wanted.double().norm()) < 0.02
+    assert float((got.double() - wanted.double()).norm() / wanted.double().norm()) < 0.03
 
 
 @pytest.mark.parametrize(

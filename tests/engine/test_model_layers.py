@@ -328,7 +328,8 @@ def test_a_program_needs_the_cache_of_the_request_in_flight(make, tiny_llama) ->
 def test_layers_without_decoder_layers_are_refused() -> None:
     compiler = layers.LayerCompiler(Path("unused"))
     with pytest.raises(recorded.UncompiledError, match="no decoder layers"):
-        compiler.attach(nn.Linear(2, 2), lambda: None, None, ["inductor"], lambda _: None, lambda: False)  # type: ignore[arg-type]
+        trial = layers.Trial("decode", lambda: None, None, 0, 0)  # type: ignore[arg-type, return-value]
+        compiler.attach(nn.Linear(2, 2), trial, ["inductor"], lambda _: None, lambda: False)
 
 
 def test_a_head_that_widens_its_weights_does_not_keep_the_layers_eager(make, tiny_llama_bf16) -> None:

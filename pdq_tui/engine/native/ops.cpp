@@ -5,6 +5,10 @@
 
 #include <omp.h>
 
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
 #include "layer.h"
 #include "many.h"
 #include "prefill.h"
@@ -167,46 +171,110 @@ Linear linear_of(const std::vector<Tensor>& tensors, int64_t begin, const std::v
   return made;
 }
 
-// x [B, 1, hidden], cos and sin [B or 1, 1, D]. mean, spread: of the channels of keys, or empty. tensors: both norms, the heads' norms or empty, then as in linear_of of q, k, v, o,
-// gate, up, down. The new position is written to `slot` of the layer's cache, and the first `count` slots are attended over.
-Tensor layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> tensors, std::vector<int64_t> numbers, double eps, double scaling,
-             Tensor cache_data, Tensor cache_scale, Tensor cache_low, Tensor mean, Tensor spread, int64_t slot, int64_t count, Tensor mask) {
+// A layer that was described once, and what keeps its memory: to hand over 32 tensors at every call takes some ten microseconds.
+struct Prepared {
+  std::vector<Tensor> kept;
+  bool narrow;
+  int64_t D;
+  Layer<bf16> of_bf16;
+  Layer<float> of_float;
+
+  template <typename T>
+  const Layer<T>& of() const {
+    if constexpr (std::is_same_v<T, bf16>) return of_bf16;
+    else return of_float;
+  }
+};
+
+// Never destroyed: a model may outlive what the system tears down at its end.
+struct Registry {
+  std::mutex mutex;
+  std::unordered_map<int64_t, std::shared_ptr<const Prepared>> layers;
+  int64_t next = 1;
+
+  static Registry& the() {
+    static Registry* one = new Registry;
+    return *one;
+  }
+  std::shared_ptr<const Prepared> get(int64_t id) {
+    const std::lock_guard lock(mutex);
+    const auto found = layers.find(id);
+    expect(found != layers.end(), "a layer that was prepared and not forgotten is expected");
+    return found->second;
+  }
+};
+
+template <typename T>
+Layer<T> layer_of(const std::vector<Tensor>& tensors, const std::vector<int64_t>& numbers, int64_t D, double eps) {
+  const auto one = [&](int64_t i) { return linear_of<T>(tensors, NORMS, numbers, i); };
+  const Linear q = one(0), k = one(1), v = one(2), o = one(3), gate = one(4), up = one(5), down = one(6);
+  const int64_t hidden = down.N, inner = gate.N;
+  constexpr ScalarType own = std::is_same_v<T, bf16> ? ScalarType::BFloat16 : ScalarType::Float;
+  const auto norm = [&](int64_t i, int64_t n) -> const T* {
+    if (tensors[i].numel() == 0 && i >= 2) return nullptr;
+    expect(tensors[i].numel() == n && tensors[i].scalar_type() == own && tensors[i].is_contiguous(), "norms of the model's dtype");
+    return data<const T>(tensors[i]);
+  };
+  expect(D > 0 && q.N % D == 0 && k.N % D == 0 && v.N == k.N && q.N % k.N == 0, "the heads do not belong together");
+  expect(q.K == hidden && k.K == hidden && v.K == hidden && o.K == q.N && o.N == hidden && gate.K == hidden && up.K == hidden && up.N == inner &&
+             down.K == inner && inner % 8 == 0,
+         "the matrices do not belong together");
+  return {q, k, v, o, gate, up, down, norm(0, hidden), norm(1, hidden), norm(2, D), norm(3, D), static_cast<float>(eps)};
+}
+
+// tensors: both norms, the heads' norms or empty, then as in linear_of of q, k, v, o, gate, up, down; D: a head's size → the layer's
+// number. It holds its tensors until it is forgotten.
+int64_t prepare_layer(std::vector<Tensor> tensors, std::vector<int64_t> numbers, int64_t D, double eps) {
   expect(tensors.size() == 32 && numbers.size() == 21, "32 tensors and 21 numbers describe a layer");
-  expect(x.dim() == 3 && x.size(1) == 1 && x.is_contiguous(), "x [B, 1, hidden]");
-  expect(cos.dim() == 3 && cos.is_contiguous() && sin.is_contiguous(), "cos and sin [B, 1, D]");
-  const int64_t B = x.size(0), hidden = x.size(2), D = cos.size(2);
+  auto made = std::make_shared<Prepared>();
+  made->narrow = is_bf16(tensors[0]), made->D = D;
+  if (made->narrow) made->of_bf16 = layer_of<bf16>(tensors, numbers, D, eps);
+  else made->of_float = layer_of<float>(tensors, numbers, D, eps);
+  made->kept = std::move(tensors);
+  Registry& all = Registry::the();
+  const std::lock_guard lock(all.mutex);
+  all.layers.emplace(all.next, std::move(made));
+  return all.next++;
+}
+
+void forget_layer(int64_t id) {
+  Registry& all = Registry::the();
+  std::shared_ptr<const Prepared> last;  // let go outside of the lock
+  const std::lock_guard lock(all.mutex);
+  const auto found = all.layers.find(id);
+  if (found == all.layers.end()) return;
+  last = std::move(found->second);
+  all.layers.erase(found);
+}
+
+// x [B, 1, hidden], cos and sin [B or 1, 1, D]. mean, spread: of the channels of keys, or empty. The new position is written to `slot`
+// of the layer's cache, and the first `count` slots are attended over.
+Tensor layer(Tensor x, Tensor cos, Tensor sin, int64_t id, double scaling, Tensor cache_data, Tensor cache_scale, Tensor cache_low, Tensor mean,
+             Tensor spread, int64_t slot, int64_t count, Tensor mask) {
+  const std::shared_ptr<const Prepared> prepared = Registry::the().get(id);
+  expect(x.dim() == 3 && x.size(1) == 1 && x.is_contiguous() && is_bf16(x) == prepared->narrow, "x [B, 1, hidden] of the layer's dtype");
+  const int64_t B = x.size(0), hidden = x.size(2), D = prepared->D;
+  for (const Tensor* t : {&cos, &sin})
+    expect(t->dim() == 3 && t->is_contiguous() && (t->size(0) == B || t->size(0) == 1) && t->size(1) == 1 && t->size(2) == D && t->scalar_type() == x.scalar_type(),
+           "cos and sin [B, 1, D]");
+  expect(cos.size(0) == sin.size(0), "cos and sin of the same rows");
   Tensor out = torch::stable::new_empty(x, {B, 1, hidden});
   const auto all = [&](auto* kind) {
     using T = std::remove_pointer_t<decltype(kind)>;
-    const auto one = [&](int64_t i) { return linear_of<T>(tensors, NORMS, numbers, i); };
-    const auto norm = [&](int64_t i, int64_t n) -> const T* {
-      if (tensors[i].numel() == 0 && i >= 2) return nullptr;
-      expect(tensors[i].numel() == n && tensors[i].scalar_type() == x.scalar_type() && tensors[i].is_contiguous(), "norms of the model's dtype");
-      return data<const T>(tensors[i]);
-    };
-    Layer<T> made{one(0), one(1), one(2), one(3), one(4), one(5), one(6), norm(0, hidden), norm(1, hidden), norm(2, D), norm(3, D),
-                  static_cast<float>(eps)};
+    const Layer<T>& made = prepared->of<T>();
     const LayerCache cache(cache_data, cache_scale, cache_low, D);
-    const int64_t H = made.q.N / D, inner = made.gate.N;
-    expect(cache.B == B && made.q.N == H * D && made.k.N == cache.kv_heads * D && made.v.N == made.k.N && slot >= 0 && slot < count,
-           "the heads and the cache do not belong together");
-    expect(made.q.K == hidden && made.k.K == hidden && made.v.K == hidden && made.o.K == H * D && made.o.N == hidden && made.gate.K == hidden &&
-               made.up.K == hidden && made.up.N == inner && made.down.K == inner && made.down.N == hidden && inner % 8 == 0,
-           "the matrices do not belong together");
-    for (const Tensor* t : {&cos, &sin})
-      expect(t->dim() == 3 && (t->size(0) == B || t->size(0) == 1) && t->size(1) == 1 && t->size(2) == D && t->scalar_type() == x.scalar_type(), "cos and sin [B, 1, D]");
-    expect(cos.size(0) == sin.size(0), "cos and sin of the same rows");
+    expect(made.down.N == hidden && cache.B == B && made.k.N == cache.kv_heads * D && slot >= 0 && slot < count, "the layer and the cache do not belong together");
     Channels channels{nullptr, nullptr};
     if (mean.numel() != 0) {
       for (const Tensor* t : {&mean, &spread})
         expect(t->numel() == B * cache.kv_heads * D && t->is_contiguous() && t->scalar_type() == ScalarType::Float, "channels [B, kv_heads, 1, D] of float32");
       channels = {data<const float>(mean), data<const float>(spread)};
     }
-    Attention attention(cache, H, count, mask, scaling, 0.0);
+    Attention attention(cache, made.q.N / D, count, mask, scaling, 0.0);
     const Turns<T> turns{data<const T>(cos), data<const T>(sin), cos.size(0) == 1 ? 0 : D};
     run_layer(made, data<const T>(x), turns, channels, attention, slot, data<T>(out));
   };
-  is_bf16(x) ? all(static_cast<bf16*>(nullptr)) : all(static_cast<float*>(nullptr));
+  prepared->narrow ? all(static_cast<bf16*>(nullptr)) : all(static_cast<float*>(nullptr));
   return out;
 }
 
@@ -328,8 +396,8 @@ constexpr int MOST_PRODUCTS = 3;
 STABLE_TORCH_LIBRARY(pdq_native, m) {
   for (const std::string word : WORDS) {
     const std::string schema = "layer_" + word +
-        "(Tensor x, Tensor cos, Tensor sin, Tensor[] tensors, int[] numbers, float eps, float scaling, Tensor(a!) data, Tensor(b!) scale, "
-        "Tensor(c!) low, Tensor mean, Tensor spread, int slot, int count, Tensor mask) -> Tensor";
+        "(Tensor x, Tensor cos, Tensor sin, int layer, float scaling, Tensor(a!) data, Tensor(b!) scale, Tensor(c!) low, Tensor mean, "
+        "Tensor spread, int slot, int count, Tensor mask) -> Tensor";
     m.def(schema.c_str());
     for (int n = 1; n <= MOST_PRODUCTS; ++n)
       m.def(("products_" + word + "_" + std::to_string(n) + "(Tensor x, Tensor[] tensors, int[] numbers, Tensor(a!)[] outs) -> ()").c_str());
@@ -337,6 +405,8 @@ STABLE_TORCH_LIBRARY(pdq_native, m) {
 #ifdef PDQ_PREFILL
   m.def("causal(Tensor q, Tensor k, Tensor v, float scaling, int window) -> Tensor");
 #endif
+  m.def("prepare_layer(Tensor[] tensors, int[] numbers, int head, float eps) -> int");
+  m.def("forget_layer(int layer) -> ()");
   m.def("norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_norm(Tensor(a!) state, Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add(Tensor(a!) state, Tensor x) -> ()");
@@ -360,6 +430,7 @@ STABLE_TORCH_LIBRARY_IMPL(pdq_native, CPU, m) {
 #ifdef PDQ_PREFILL
   m.impl("causal", TORCH_BOX(&causal));
 #endif
+  m.impl("prepare_layer", TORCH_BOX(&prepare_layer));
   m.impl("norm", TORCH_BOX(&norm));
   m.impl("add_norm", TORCH_BOX(&add_norm));
   m.impl("add", TORCH_BOX(&add));
@@ -374,3 +445,6 @@ STABLE_TORCH_LIBRARY_IMPL(pdq_native, CPU, m) {
   m.impl("attend", TORCH_BOX(&attend));
   m.impl("put", TORCH_BOX(&put));
 }
+
+// No tensor says where it belongs.
+STABLE_TORCH_LIBRARY_IMPL(pdq_native, CompositeExplicitAutograd, m) { m.impl("forget_layer", TORCH_BOX(&forget_layer)); }

@@ -519,5 +519,100 @@ inline void channel_int4(const Activations& x, int64_t from, const Groups& g, co
   for (int r = 0; r < R; ++r) store(out + r * stride + n, sum16(_mm512_add_ps(acc[r], more[r])) + start[r]);
 }
 
+#ifdef __AVX512VBMI__
+#define PDQ_NIBBLES 1
+// int4 weights as bytes, 64 columns a vector, multiplied with the bytes of the activations: one or two dot products a block where
+// words take two, and less to unpack. Lanes of 32 bits hold four columns of the first and of the second half of the block in turn.
+
+// Byte p of a vector of weights → its column.
+inline int64_t column_of(int64_t p) {
+  const int64_t half = p / 32, qword = p % 32 / 8, byte = p % 8;
+  return 4 * qword + 2 * half + byte % 4 / 2 + 16 * (byte % 2 + byte / 4 * 2);
+}
+inline __m512i nibbles(const uint8_t* block) {
+  // Byte p's nibble begins at these bits of its 64: two words of four nibbles for each half of the vector.
+  const __m512i bits = _mm512_inserti64x4(_mm512_set1_epi64(0x1c180c0814100400), _mm256_set1_epi64x(0x3c382c2834302420), 1);
+  const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(block)));
+  return _mm512_and_si512(_mm512_multishift_epi64_epi8(bits, both), _mm512_set1_epi8(15));
+}
+
+// Activations as bytes in the order of `nibbles`: of tokens one a column, else the high (signed) and then the low ones, block by
+// block, of a 16-bit number.
+struct Parts {
+  int64_t each = 0;  // bytes a row
+  std::vector<int8_t> bytes;
+
+  void read(const Activations& x, bool tokens) {
+    each = x.k * (tokens ? 1 : 2);
+    bytes.resize(x.rows * each);
+    alignas(64) int8_t order[64];
+    for (int64_t p = 0; p < 64; ++p) order[p] = static_cast<int8_t>(column_of(p));
+    const __m512i columns = _mm512_load_si512(order);
+    for (int64_t r = 0; r < x.rows; ++r)
+      for (int64_t c = 0; c < x.k; c += BLOCK) {
+        const __m512i low = load64(x.q.data() + r * x.k + c), high = load64(x.q.data() + r * x.k + c + HALF);
+        const auto put = [&](__m512i one, __m512i two, int8_t* to) {
+          const __m512i joined = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(one)), _mm512_cvtepi16_epi8(two), 1);
+          _mm512_storeu_si512(to, _mm512_permutexvar_epi8(columns, joined));
+        };
+        int8_t* to = bytes.data() + r * each + c * (tokens ? 1 : 2);
+        if (!tokens) put(_mm512_srai_epi16(low, 8), _mm512_srai_epi16(high, 8), to), to += 64;
+        put(low, high, to);
+      }
+  }
+};
+
+// `channel_int4` by bytes. HALVES: groups of half a block, else of a multiple of one.
+// Inlined, so that constants stay in registers from channel to channel.
+template <int R, bool HALVES, bool TOKENS, typename S, typename O>
+__attribute__((always_inline)) inline void channel_nibbles(const Activations& x, const Parts& parts, int64_t from, const Groups& g, const uint8_t* w, const S* scales,
+                            int64_t n, float* room, O* out, int64_t stride) {
+  constexpr int64_t STEP = TOKENS ? 64 : 128, BLOCKS = HALVES ? 8 : 16;  // bytes of a block; blocks that a vector has factors for
+  const int64_t k = x.k, whole = k / BLOCK;
+  const uint8_t* weights = w + n * (k / 2);
+  const int8_t* bytes = parts.bytes.data() + from * parts.each;
+  const bool at_once = g.group == g.unit;  // else factors are made beforehand, and the sums' beginning with them
+  // Two sums a row, each in a register of its own: one would wait for its own addition at every step.
+  __m512 sum[2][R], factors[R];
+  float start[R];
+  for (int r = 0; r < R; ++r) sum[0][r] = sum[1][r] = _mm512_setzero_ps();
+  if (!at_once) {
+    scales_int4<R>(x, from, g, scales, n, room, start);
+    for (int r = 0; r < R; ++r) sum[0][r] = _mm512_maskz_mov_ps(1, _mm512_set1_ps(start[r]));
+  }
+  for (int64_t begin = 0; begin < whole; begin += BLOCKS) {
+    const int64_t unit = begin * 16 / BLOCKS;
+    __m512 s;
+    if (at_once) {
+      const __m512i both = _mm512_maskz_loadu_epi32(lanes_of(g.groups - unit), scales + (n * g.groups + unit) * 2);
+      s = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+      const __m512 zero = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+      const __m512 offset = _mm512_fnmadd_ps(_mm512_set1_ps(8.0f), s, zero);
+      for (int r = 0; r < R; ++r) sum[0][r] = _mm512_fmadd_ps(offset, _mm512_loadu_ps(g.sums.data() + (from + r) * g.padded + unit), sum[0][r]);
+    }
+    for (int r = 0; r < R; ++r)
+      factors[r] = at_once ? _mm512_mul_ps(s, _mm512_loadu_ps(g.factors.data() + (from + r) * g.span + unit)) : _mm512_loadu_ps(room + r * g.span + unit);
+    __m512i which = _mm512_setzero_si512();  // block, counted in a register: from a number it would take two steps each time
+    const auto block = [&](int64_t b, __m512 (&to)[R]) {
+      const __m512i v = nibbles(weights + (begin + b) * (BLOCK / 2));
+      for (int r = 0; r < R; ++r) {
+        const int8_t* at = bytes + r * parts.each + (begin + b) * STEP;
+        __m512i part = _mm512_dpbusd_epi32(_mm512_setzero_si512(), v, load64(at));
+        if constexpr (!TOKENS) part = _mm512_dpbusd_epi32(_mm512_slli_epi32(part, 8), load64(at + 64), v);  // the low bytes have no sign
+        const __m512 scale = HALVES ? _mm512_castpd_ps(_mm512_permutexvar_pd(which, _mm512_castps_pd(factors[r]))) : _mm512_permutexvar_ps(which, factors[r]);
+        to[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part), scale, to[r]);
+      }
+      which = HALVES ? _mm512_add_epi64(which, _mm512_set1_epi64(1)) : _mm512_add_epi32(which, _mm512_set1_epi32(1));
+      asm("" : "+v"(which));  // else the compiler unrolls it into just that
+    };
+    const int64_t count = std::min(BLOCKS, whole - begin);
+    int64_t b = 0;
+    for (; b + 2 <= count; b += 2) block(b, sum[0]), block(b + 1, sum[1]);
+    if (b < count) block(b, sum[1]);
+  }
+  for (int r = 0; r < R; ++r) store(out + r * stride + n, sum16(_mm512_add_ps(sum[0][r], sum[1][r])));
+}
+#endif
+
 }  // namespace pdq::wide
 #endif
