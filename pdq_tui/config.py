@@ -89,7 +89,7 @@ class EngineSettings:
     """Where and how the engine runs."""
 
     device: str = _setting("auto", "auto takes a GPU where there is one", choices=("auto", "cuda", "cpu"))
-    gpu: str | None = _setting(None, "which GPU: index or UUID")
+    gpu: str | None = _setting(None, "which GPU: index or UUID; several (0,1 or all) share one model")
     threads: int | None = _setting(
         None, "CPU threads; never more than affinity and quota allow", unit="threads", least=1
     )

@@ -138,6 +138,7 @@ def evaluate(
         }
     )
     s = loaded.settings
+    flags.refuse_several(s, "evaluate")
     printer = Printer(every_s=_LINE_EVERY_S)
     if resume:
         if directory is None:

@@ -15,7 +15,7 @@ from pdq_tui.config import Settings
 from pdq_tui.core.prompts import read_prompts
 from pdq_tui.core.protocol import Load
 from pdq_tui.core.workload import PROMPT_SETS, Workload
-from pdq_tui.errors import UsageError
+from pdq_tui.errors import UnfitError, UsageError
 from pdq_tui.host import demo
 
 DEMO: Final = "demo"
@@ -95,7 +95,12 @@ Device = Annotated[
     typer.Option("--device", metavar="auto|cuda|cpu", help="auto takes a GPU where there is one. [auto]"),
 ]
 Gpu = Annotated[
-    str | None, typer.Option("--gpu", metavar="INDEX|UUID", help="Which GPU, by index or UUID. [the first]")
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="INDEX|UUID",
+        help="Which GPU, by index or UUID; several (0,1 or all) share a model too large for one, without a verdict. [the first]",
+    ),
 ]
 Threads = Annotated[
     int | None,
@@ -188,6 +193,17 @@ def workload_of(settings: Settings, *, beyond_positions: bool = False) -> Worklo
     prompts = read_prompts(path)
     say(f"{path}: {prompts.summary} ({'; '.join(prompts.notes)})")
     return Workload(prompt_tokens=None, prompts="file", texts=prompts.texts, chats=prompts.chats, **common)
+
+
+def refuse_several(settings: Settings, what: str) -> None:
+    """Raises UnfitError where several GPUs are to share the model and ``what`` judges, before anything is loaded."""
+    gpu = settings.engine.gpu
+    if gpu is not None and (gpu == "all" or "," in gpu):
+        raise UnfitError(
+            f"{what} runs on one GPU, and --gpu is {gpu}: of a model whose layers lie on several devices nothing is judged, since"
+            " every time has their hand-overs in it and peaks are of one device",
+            "choose one GPU, or look at the figures with pdq-tui run",
+        )
 
 
 def load_of(

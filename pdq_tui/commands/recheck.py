@@ -59,6 +59,7 @@ def recheck(
     from pdq_tui.store.snapshot import load as load_snapshot
 
     runs, s = runs_dir(loaded), loaded.settings
+    flags.refuse_several(s, "recheck")
     before = load_snapshot(snapshot_path(word, runs))
     policy, workload, info = _spec(before)
     threads = before.part("conditions").get("threads")

@@ -116,6 +116,7 @@ def search(
         }
     )
     s = loaded.settings
+    flags.refuse_several(s, "search")
     printer = Printer(every_s=_LINE_EVERY_S)
     if resume:
         if directory is None:

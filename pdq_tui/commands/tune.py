@@ -68,6 +68,7 @@ def tune(
     labels = chosen_formats(formats)
     command = p.Tune(formats=labels, rows=chosen_rows(rows), seconds=seconds)
     s = settings(flags.engine_flags(device, gpu, threads, None)).settings
+    flags.refuse_several(s, "tune")
     load = flags.load_of(s, model, trust_remote_code=trust_remote_code, revision=revision)
     load.tuned = "off"  # measured is the shipped order's rivals, whatever was found before
     printer = Printer(every_s=5.0)

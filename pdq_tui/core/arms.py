@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -103,6 +104,10 @@ def unequal_work(one: Sequence[Request], two: Sequence[Request]) -> str | None:
     return "output counts differ" if all(made) and made[0] != made[1] else None
 
 
+#: Metrics that hold a figure against a device's peaks.
+OF_A_PEAK: Final = ("mfu", "mbu", "prefill_explained", "decode_explained")
+
+
 def arm_stats(
     requests: Sequence[Request],
     device: DeviceInfo | None,
@@ -123,6 +128,8 @@ def arm_stats(
         metric = METRICS[id_]
         source = solo if id_ in MEMORY_METRICS and solo else used
         why = metric.missing if source else "no request was measured"
+        if source and device is not None and device.several and id_ in OF_A_PEAK:
+            why = f"{device.several}: peaks are of one"
         if id_ == "itl_ms":
             summary = summarize_pooled(gaps(used), metric.unit, why)
         elif id_ in PEAK_METRICS:

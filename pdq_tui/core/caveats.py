@@ -9,10 +9,10 @@ from typing import Final
 from pdq_tui.core.arms import arm_stats, counts, drift, invalid_reason, timed
 from pdq_tui.core.comparable import runners_differ
 from pdq_tui.core.evidence import flagged
-from pdq_tui.core.facts import Facts, engine_gpu, other_load, samples_during, slowed
+from pdq_tui.core.facts import Facts, engine_gpus, other_load, samples_during, slowed
 from pdq_tui.core.footprint import footprint
 from pdq_tui.core.metrics import METRICS, counted, format_bytes
-from pdq_tui.core.pairs import blocks_of, control_intervals
+from pdq_tui.core.pairs import blocks_of, control_intervals, on_several
 from pdq_tui.core.protocol import Request
 from pdq_tui.core.stats import LOOKS
 
@@ -93,7 +93,11 @@ def _arm_warnings(facts: Facts, label: str) -> list[str]:
     made = sorted({n for r in used for n in r.output_tokens})
     if len(made) > 1:
         out.append(f"{label}: requests made {made[0]} to {made[-1]} tokens; E2E is over unequal work")
-    if any(r.eager_launch_bound for r in used):
+    spread = on_several(used)
+    if spread is not None:
+        where = facts.device.layers if facts.device else ""
+        out.append(f"{label}: {spread}{f' ({where})' if where else ''}: figures are shown, nothing is judged")
+    elif any(r.eager_launch_bound for r in used):
         out.append(f"{label}: eager: launch-bound, no verdict")
     out += [f"{label}: {text}" for text in _limits(facts, used)]
     for metric, value in drift(requests, facts.device, facts.model).items():
@@ -126,11 +130,12 @@ def _neighbours(facts: Facts, used: Sequence[Request]) -> list[str]:
     ours = 0
     beside: dict[int, tuple[int, float]] = {}
     for sample in samples_during(facts, used):
-        mine = engine_gpu(facts, sample)
-        if mine is None:
+        mine = engine_gpus(facts, sample)
+        if not mine:
             continue
-        ours = max(ours, mine.other_processes or 0)
-        for gpu in (g for g in sample.gpus if g.index != mine.index):
+        ours = max(ours, *(g.other_processes or 0 for g in mine), 0)
+        own = {g.index for g in mine}
+        for gpu in (g for g in sample.gpus if g.index not in own):
             processes, load = beside.get(gpu.index, (0, 0.0))
             beside[gpu.index] = max(processes, gpu.other_processes or 0), max(load, gpu.gpu_util or 0.0)
     found = []

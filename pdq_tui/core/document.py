@@ -22,7 +22,7 @@ from pdq_tui.core.facts import Facts, clocks, collect
 from pdq_tui.core.footprint import Footprint, footprint
 from pdq_tui.core.metrics import METRICS, RATIO_METRICS
 from pdq_tui.core.pairs import blocks_of, noise_floor, ratios
-from pdq_tui.core.protocol import Coverage, Request, Traced
+from pdq_tui.core.protocol import Coverage, DeviceInfo, Request, Traced
 from pdq_tui.core.stats import Quantiles, Ratio, Summary, quantiles
 
 SCHEMA: Final = 1
@@ -148,6 +148,10 @@ def setup_document(meta: Mapping[str, Any], facts: Facts, blocks: int) -> Json:
     return doc
 
 
+def _no_peak(d: DeviceInfo, which: str) -> str:
+    return f"{d.several}: a peak is of one" if d.several else f"no {which} peak was measured"
+
+
 def _device(facts: Facts) -> Json | None:
     d = facts.device
     if d is None:
@@ -158,10 +162,16 @@ def _device(facts: Facts) -> Json | None:
     put(out, "interconnect", None, "not measured by this version")
     put(out, "clocks", clocks(facts, facts.requests), "no sensor sample fell into the measured windows")
     put(out, "capability", list(d.capability) if d.capability else None, "not a CUDA device")
-    put(out, "read_peak_gbps", d.read_peak_gbps, "no read peak was measured")
+    put(out, "read_peak_gbps", d.read_peak_gbps, _no_peak(d, "read"))
     out["read_peak_method"] = d.read_peak_method
     out["compute_peak_tflops"] = dict(d.compute_peak_tflops)
-    put(out, "copy_peak_gbps", d.copy_peak_gbps, "no copy peak was measured")
+    put(out, "copy_peak_gbps", d.copy_peak_gbps, _no_peak(d, "copy"))
+    if d.others:
+        out["layers"] = d.layers
+        out["parts"] = [
+            {"name": one.name, "uuid": one.uuid, "memory": memory}
+            for one, memory in ((d, d.own_memory_bytes), *((o, o.memory_bytes) for o in d.others))
+        ]
     out["peaks_from"] = d.peaks_from
     sheet = data_sheet(d.name)
     put(

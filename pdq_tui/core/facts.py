@@ -10,6 +10,7 @@ from typing import Any, Final
 from pdq_tui.core import protocol as p
 from pdq_tui.core.energy import StageEnergy, counted_joules, source_of, stage_energy
 from pdq_tui.core.stats import present
+from pdq_tui.core.together import together
 
 #: Clock limit reasons that make a measurement suspect, by the words that they hold.
 _SLOWED: Final = ("thermal", "hw_slowdown", "hw slowdown", "power brake")
@@ -143,12 +144,14 @@ def _supersede(f: Facts) -> None:
 
 
 def engine_gpu(f: Facts, sample: p.SensorSample) -> p.GpuSample | None:
-    """The GPU of ``sample`` that the engine runs on, joined by its flag or its UUID; None on CPU or if unknown."""
-    uuid = f.device.uuid if f.device else None
-    for gpu in sample.gpus:
-        if gpu.engine or (uuid is not None and gpu.uuid == uuid):
-            return gpu
-    return None
+    """What the engine's GPUs read in ``sample``, several as one; None on CPU or if unknown."""
+    return together(engine_gpus(f, sample))
+
+
+def engine_gpus(f: Facts, sample: p.SensorSample) -> list[p.GpuSample]:
+    """Those that the engine runs on, joined by their flag or their UUID."""
+    named = {d.uuid for d in (f.device, *f.device.others) if d.uuid is not None} if f.device else set()
+    return [gpu for gpu in sample.gpus if gpu.engine or gpu.uuid in named]
 
 
 def samples_during(f: Facts, requests: Sequence[p.Request]) -> list[p.SensorSample]:

@@ -212,12 +212,16 @@ def _current_policy(requests: Sequence[Request]) -> list[Request]:
 
 
 def _launch_bound(requests: Sequence[Request], reference: str, arm: str) -> str | None:
-    """An eager run on a GPU forbids every word."""
-    both = (reference, arm)
-    eager = any(
-        r.eager_launch_bound and r.arm in both and r.block is not None and counted(r) for r in requests
-    )
-    return "eager: launch-bound" if eager else None
+    """An eager run on a GPU, and a model that lies on several, forbid every word."""
+    mine = [r for r in requests if r.arm in (reference, arm) and r.block is not None and counted(r)]
+    return on_several(mine) or ("eager: launch-bound" if any(r.eager_launch_bound for r in mine) else None)
+
+
+def on_several(requests: Sequence[Request]) -> str | None:
+    """Why nothing is judged of these: the model lay on several devices, whose hand-overs are part of every time, and the
+    peaks are of one. None where it did not."""
+    most = max((r.devices for r in requests), default=1)
+    return f"layers on {most} devices" if most > 1 else None
 
 
 def _unequal(requests: Sequence[Request], reference: str, arm: str) -> str | None:

@@ -159,7 +159,7 @@ class CudaDevice:
 
     def mark(self) -> Mark:
         event = _Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.torch_device))
         return event
 
     def elapsed_ms(self, first: Mark, second: Mark) -> float:
@@ -202,7 +202,7 @@ def open_device(kind: str = "auto", gpu: str | None = None, wanted_threads: int 
     if not torch.cuda.is_available():
         build = "this torch is a CPU build" if torch.version.cuda is None else "torch sees no usable GPU"
         raise UnfitError(f"no CUDA device: {build}", "use --device cpu, or install a CUDA build of torch")
-    return CudaDevice(pick_gpu(gpu, _visible_uuids()), wanted_threads)
+    return CudaDevice(pick_gpu(gpu, cuda_devices()), wanted_threads)
 
 
 def pick_gpu(word: str | None, uuids: list[str | None]) -> int:
@@ -220,7 +220,8 @@ def pick_gpu(word: str | None, uuids: list[str | None]) -> int:
     raise UnfitError(f"{'several GPUs match' if hits else 'no GPU is called'} {word!r}", f"visible: {known}")
 
 
-def _visible_uuids() -> list[str | None]:
+def cuda_devices() -> list[str | None]:
+    """UUIDs of the devices that CUDA shows; None for one that this torch does not tell."""
     return [cuda_uuid(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
 
 

@@ -29,11 +29,12 @@ from pdq_tui.core.policy import Policy, Stage
 from pdq_tui.core.protocol import Load
 from pdq_tui.engine import native
 from pdq_tui.engine.checkpoint import HeldMasters, Masters
-from pdq_tui.engine.device import open_device
+from pdq_tui.engine.devices import devices_of, open_devices
 from pdq_tui.engine.kv import MODEL_DTYPE
+from pdq_tui.engine.layout import layout_of
 from pdq_tui.engine.loader import load_model
 from pdq_tui.engine.serving import Dispatcher
-from pdq_tui.engine.spread import refuse_processes, refuse_spread
+from pdq_tui.engine.spread import refuse_processes, refuse_sharded
 from pdq_tui.engine.staged import StagedArm, StagedModel
 from pdq_tui.engine.views import copy_shell
 from pdq_tui.errors import UnfitError, UsageError
@@ -53,6 +54,7 @@ def staged(
     prompt_tokens: int = 512,
     batch: int = 1,
     device: str = "auto",
+    gpu: str | None = None,
     dtype: str | None = None,
     hard: bool = False,
     weight_budget_bytes: int | None = None,
@@ -62,10 +64,11 @@ def staged(
     ``generate_batch`` and a ``forward`` of its own, and the attributes of ``Staged``.
 
     model          a directory, a hub id, "demo" where it was fetched, or a model in memory, whose weights are shared and
-                   which stays as it is.
+                   which stays as it is: where a device_map laid its decoder layers over several GPUs, they run there.
     policy         a name, a file, or the policy itself.
     prompt_tokens, batch  the calls that kernels are chosen for; others run as well.
     device, dtype  where and as what a model that is not in memory is loaded: auto, cpu or cuda; bf16, fp16 or fp32.
+    gpu            of such a model, which GPU: index or UUID; several, "0,1" or "all", share its decoder layers.
     hard           any fallback is an error.
     kernels        "auto" builds and uses this project's own CPU kernels where it can, "torch" does not.
 
@@ -81,8 +84,11 @@ def staged(
         )
     refuse_processes()
     if isinstance(model, PreTrainedModel):
-        refuse_spread(model)
-    opened = open_device(model.device.type if isinstance(model, PreTrainedModel) else device)
+        refuse_sharded(model)
+        layout = layout_of(model)
+        opened = devices_of(layout)
+    else:
+        opened = open_devices(device, gpu)
     if kernels == "auto" and opened.kind == "cpu":
         native.ensure(locations.cache_dir() / "native", lambda: None)
     tokenizer: Any = None
@@ -97,6 +103,7 @@ def staged(
         command = Load(model=str(model), device=device, dtype=dtype)
         loaded = load_model(command, opened, lambda *_: None, lambda: False)
         skeleton, masters, tokenizer = loaded.skeleton, loaded.masters, loaded.tokenizer
+        layout = loaded.layout
     owner = StagedModel(
         skeleton,
         masters,
@@ -104,6 +111,7 @@ def staged(
         budget_bytes=weight_budget_bytes,
         kernels=load_kernels(opened.kind),
         attention_name=ATTENTION,
+        layout=layout,
     )
     arm = owner.apply(followed, rows=[batch, batch * prompt_tokens], hard=hard)
     shell: Any = copy_shell(skeleton, {}, ATTENTION)

@@ -82,6 +82,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class KvCache(Cache):
     """A preallocated cache for ``batch`` sequences of up to ``capacity`` positions.
 
+    device         where it lies; or by layer, each layer's keys and values lie with its weights
     kv             formats of the two stages, and where they are converted
     own_attention  this engine's attention reads it: sliding layers keep their window alone then; another one reads
                    plain tensors of all positions
@@ -94,12 +95,13 @@ class KvCache(Cache):
         shape: KvShape,
         batch: int,
         capacity: int,
-        device: torch.device,
+        device: torch.device | Sequence[torch.device],
         kv: KvPolicy = MODEL_DTYPE,
         *,
         own_attention: bool = True,
     ) -> None:
-        self.shape, self.batch, self.capacity, self.kv, self.device = shape, batch, capacity, kv, device
+        self.shape, self.batch, self.capacity, self.kv = shape, batch, capacity, kv
+        self.devices = (device,) * shape.layers if isinstance(device, torch.device) else tuple(device)
         self.start = self.end = 0
         #: Additive [batch, 1, 1, capacity] of the present request, None where nothing is padded.
         self.mask: Tensor | None = None
@@ -111,9 +113,10 @@ class KvCache(Cache):
         self.stores: list[KvStore] = []
         #: By layer: its store, and its place there.
         self._places: dict[int, tuple[KvStore, int]] = {}
-        for count in sorted(set(slots)):
-            members = [layer for layer, n in enumerate(slots) if n == count]
-            store = KvStore(decode, len(members), batch, shape.kv_heads, count, device, shape.dtype)
+        kinds = list(zip(slots, self.devices, strict=True))
+        for count, where in sorted(set(kinds), key=lambda kind: (kind[0], kinds.index(kind))):
+            members = [layer for layer, kind in enumerate(kinds) if kind == (count, where)]
+            store = KvStore(decode, len(members), batch, shape.kv_heads, count, where, shape.dtype)
             self.stores.append(store)
             for place, layer in enumerate(members):
                 self._places[layer] = (store, place)
@@ -230,7 +233,7 @@ class KvCache(Cache):
                 self.batch,
                 shape.kv_heads,
                 self.capacity,
-                self.device,
+                self.devices[layer],
                 shape.dtype,
             )
             self._waiting[layer] = waiting
@@ -240,12 +243,13 @@ class KvCache(Cache):
         """From here on it is decode's. Converts what prefill wrote where ``kv`` says so; ``pads``: columns of padding at
         the left of each row, which are no part of a channel's mean and spread."""
         self.decoding = True
-        pad = None if not pads or not any(pads) else torch.tensor(pads, device=self.device)
+        padded = pads if pads and any(pads) else None
         for layer, waiting in enumerate(self._waiting):
             if waiting is None:
                 continue
             store, place = self._places[layer]
             if self.kv.keys == "channel":
+                pad = None if padded is None else torch.tensor(padded, device=self.devices[layer])
                 self._channels[layer] = Channels.of(waiting.read(0, 0, 0, self.end, torch.float32), pad)
             channels = self._channels[layer]
             for first in range(max(0, self.end - store.slots), self.end, ENCODE_BLOCK):

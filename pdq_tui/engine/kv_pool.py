@@ -6,15 +6,17 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
+import msgspec
 import torch
 
-from pdq_tui.core.kv import KvPolicy
+from pdq_tui.core.kv import KvGeometry, KvPolicy
 from pdq_tui.core.policy import STAGES, Stage
 from pdq_tui.core.protocol import KvInfo
 from pdq_tui.engine import kv_native
 from pdq_tui.engine.formats.packed import DTYPE_NAMES
 from pdq_tui.engine.kv import MODEL_DTYPE, KvCache, KvShape
 from pdq_tui.engine.kv_formats import Codec, Plain, codec
+from pdq_tui.engine.layout import Layout
 from pdq_tui.errors import UnfitError
 
 #: Buffers kept for reuse by (batch, capacity), for each policy's KV formats.
@@ -22,10 +24,12 @@ KEPT: Final = 2
 
 
 class KvPool:
-    """``own_attention``: the engine's own attention reads the cache; another one knows plain tensors of all positions."""
+    """``own_attention``: the engine's own attention reads the cache; another one knows plain tensors of all positions.
+    ``layout``: each layer's keys and values lie with its weights."""
 
-    def __init__(self, shape: KvShape, device: torch.device, *, own_attention: bool) -> None:
-        self.shape, self.device, self.own_attention = shape, device, own_attention
+    def __init__(self, shape: KvShape, layout: Layout, *, own_attention: bool) -> None:
+        self.shape, self.layout, self.own_attention = shape, layout, own_attention
+        self.device = layout.home
         self._caches: dict[KvPolicy, OrderedDict[tuple[int, int], KvCache]] = {}
 
     def check(self, kv: KvPolicy, policy: str) -> None:
@@ -58,14 +62,26 @@ class KvPool:
         if found is None:
             while len(kept) >= KEPT:
                 kept.popitem(last=False)
-            found = KvCache(self.shape, batch, capacity, self.device, kv, own_attention=self.own_attention)
+            where = [self.layout.layer(index) for index in range(self.shape.layers)]
+            found = KvCache(self.shape, batch, capacity, where, kv, own_attention=self.own_attention)
             kept[key] = found
         kept.move_to_end(key)
         return found
 
-    def new_bytes(self, kvs: Iterable[KvPolicy], batch: int, capacity: int) -> int:
-        """What requests of (batch, capacity) under these policies, one at a time, will take beside what is kept."""
-        geometry, own = self.shape.geometry, self.own_attention
+    def _geometry(self, device: torch.device | None) -> KvGeometry:
+        """Of all layers, or of those on ``device``."""
+        whole = self.shape.geometry
+        if device is None:
+            return whole
+        mine = tuple(w for i, w in enumerate(whole.windows) if self.layout.layer(i) == device)
+        return msgspec.structs.replace(whole, windows=mine)
+
+    def new_bytes(
+        self, kvs: Iterable[KvPolicy], batch: int, capacity: int, device: torch.device | None = None
+    ) -> int:
+        """What requests of (batch, capacity) under these policies, one at a time, will take beside what is kept: in all, or
+        on ``device``."""
+        geometry, own = self._geometry(device), self.own_attention
         wanted = set(kvs)
         buffers = sum(
             geometry.buffer_bytes(kv, batch, capacity, windows=own)
@@ -81,6 +97,22 @@ class KvPool:
     def nbytes(self) -> int:
         """Of all buffers that are kept."""
         return sum(cache.nbytes for kept in self._caches.values() for cache in kept.values())
+
+    def nbytes_on(self, device: torch.device) -> int:
+        return sum(
+            store.nbytes
+            for kept in self._caches.values()
+            for cache in kept.values()
+            for store in cache.stores
+            if store.parts[0].device == device
+        )
+
+    def capacity_tokens(
+        self, kv: KvPolicy, free_bytes: int, reserve_bytes: int, device: torch.device
+    ) -> int | None:
+        """Tokens of KV that the layers on ``device`` have room for in ``free_bytes``; None where none lies there."""
+        per_token = self._geometry(device).bytes_per_token(kv, "decode")
+        return max(0, free_bytes - reserve_bytes) // per_token if per_token else None
 
     def info(self, kv: KvPolicy, free_bytes: int | None, reserve_bytes: int) -> KvInfo:
         """The fact sheet of ``kv`` on this model. ``free_bytes``: all that KV may take, present buffers among it."""

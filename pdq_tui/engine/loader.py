@@ -29,6 +29,8 @@ from pdq_tui.engine.cancel import check, interruptible
 from pdq_tui.engine.census import packable
 from pdq_tui.engine.checkpoint import Checkpoint, HeldMasters, MappedMasters, Masters, few, inspect
 from pdq_tui.engine.device import Device
+from pdq_tui.engine.devices import places
+from pdq_tui.engine.layout import Layout, lay_out
 from pdq_tui.engine.quantized import Quantized, QuantizedMasters, check_layers, read_quantized
 from pdq_tui.errors import PdqError, UsageError
 
@@ -56,13 +58,14 @@ Cancel = Callable[[], bool]
 class LoadedModel:
     """``skeleton``: a causal LM in eval mode, its linear weights on the meta device; ``masters`` holds those.
 
-    ``eos``: every id that ends an answer.
+    ``eos``: every id that ends an answer. ``layout``: on which device each module lies.
     """
 
     skeleton: Any
     masters: Masters
     tokenizer: Any
     info: ModelInfo
+    layout: Layout
     eos: frozenset[int] = field(default_factory=frozenset)
 
 
@@ -89,7 +92,9 @@ def load_model(command: Load, device: Device, progress: Progress, cancelled: Can
     progress(0, None, f"{source.id}: reading the tokenizer")
     tokenizer = interruptible(lambda: _tokenizer(checkpoint, command), cancelled)
     notes = list(source.notes)
-    skeleton, masters = _mapped(checkpoint, quantized, config, dtype, command, device, progress, cancelled)
+    skeleton, masters, layout = _mapped(
+        checkpoint, quantized, config, dtype, command, device, progress, cancelled
+    )
     if skeleton is None and quantized is not None:
         raise UsageError(
             f"{source.id}: this checkpoint is already quantized ({quantized.method}), and its names differ from the"
@@ -97,11 +102,11 @@ def load_model(command: Load, device: Device, progress: Progress, cancelled: Can
             "use the model's unquantized checkpoint",
         )
     if skeleton is None:
-        skeleton, masters = _held(checkpoint, dtype, command, device, progress, cancelled)
+        skeleton, masters, layout = _held(checkpoint, dtype, command, device, progress, cancelled)
         notes.append(
             "the checkpoint's names differ from the model's: the unquantized weights are held in memory"
         )
-    assert masters is not None
+    assert masters is not None and layout is not None
     skeleton.eval().requires_grad_(False)
     check(cancelled)
     digest, digest_note = interruptible(checkpoint.sha256, cancelled)
@@ -118,6 +123,7 @@ def load_model(command: Load, device: Device, progress: Progress, cancelled: Can
         masters=masters,
         tokenizer=tokenizer,
         info=info,
+        layout=layout,
         eos=_eos(checkpoint.path, skeleton, tokenizer),
     )
 
@@ -150,7 +156,9 @@ def load_source(
                 "a stage's source has to be a checkpoint of the same model",
             )
     dtype = DTYPES[model.info.dtype]
-    skeleton, masters = _mapped(checkpoint, quantized, config, dtype, command, device, progress, cancelled)
+    skeleton, masters, _ = _mapped(
+        checkpoint, quantized, config, dtype, command, device, progress, cancelled, model.layout
+    )
     if skeleton is None or masters is None:
         raise UsageError(
             f"{word}: its names or shapes are not the model's, or it brings code of its own",
@@ -278,10 +286,12 @@ def _mapped(
     device: Device,
     progress: Progress,
     cancelled: Cancel,
-) -> tuple[Any, Masters | None]:
-    """(skeleton, masters over the files), or (None, None) where names or shapes differ, or code is not ours."""
+    layout: Layout | None = None,
+) -> tuple[Any, Masters | None, Layout | None]:
+    """(skeleton, masters over the files, where its modules lie: as ``layout`` says, else as the device has room), or
+    nothing where names or shapes differ, or code is not ours."""
     if not checkpoint.tensors or command.trust_remote_code:
-        return None, None
+        return None, None, None
     for settings in ("quantization_config", "compression_config"):  # what is read of them is read here
         if hasattr(config, settings):
             delattr(config, settings)
@@ -293,7 +303,7 @@ def _mapped(
             f"{checkpoint.path.name} is no causal language model: {faults.first_line(error)}"
         ) from error
     if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
-        return None, None
+        return None, None, None
     model.tie_weights()
     groups = _parameter_groups(model)
     held = quantized.layers if quantized is not None else {}
@@ -303,7 +313,7 @@ def _mapped(
             continue
         name = next((n for n in names if n in checkpoint.tensors), None)
         if name is None or checkpoint.tensors[name].shape != tuple(parameter.shape):
-            return None, None
+            return None, None, None
         stored.update(dict.fromkeys(names, name))
     aliases = {name: file_name for name, file_name in stored.items() if name != file_name}
     masters = MappedMasters(checkpoint, dtype, aliases)
@@ -313,16 +323,19 @@ def _mapped(
         interruptible(lambda: check_layers(quantized, linears, known, checkpoint, raw), cancelled)
         masters = QuantizedMasters(checkpoint, quantized, dtype, aliases)
     linear = packable(model)
+    if layout is None:
+        layout = lay_out(model, *places(device))
     wanted = [names for names, _ in groups if not linear.issuperset(names)]
     for done, names in enumerate(wanted):
         check(cancelled)
         progress(done, len(wanted), f"{checkpoint.path.name}: {names[0]}")
-        value = _read(masters, stored[names[0]], device, cancelled)
+        where = layout.of(names[0])  # of a tied head its embedding, which comes first
+        value = _read(masters, stored[names[0]], where, cancelled)
         for name in names:
-            set_module_tensor_to_device(model, name, device.torch_device, value=value, dtype=dtype)
+            set_module_tensor_to_device(model, name, where, value=value, dtype=dtype)
     model.tie_weights()
-    _move_buffers(model, masters, device)
-    return model, masters
+    _move_buffers(model, masters, layout)
+    return model, masters, layout
 
 
 def _plain_linears(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -352,11 +365,11 @@ def _left_over(checkpoint: Checkpoint, model: Any) -> list[str]:
     ]
 
 
-def _read(masters: Masters, name: str, device: Device, cancelled: Cancel) -> torch.Tensor:
+def _read(masters: Masters, name: str, device: torch.device, cancelled: Cancel) -> torch.Tensor:
     """One weight on the device; a large one may take the disk, or the way to the device, many seconds."""
 
     def work() -> torch.Tensor:
-        return masters.get(name).to(device.torch_device)
+        return masters.get(name).to(device)
 
     return interruptible(work, cancelled)
 
@@ -368,7 +381,7 @@ def _held(
     device: Device,
     progress: Progress,
     cancelled: Cancel,
-) -> tuple[Any, Masters]:
+) -> tuple[Any, Masters, Layout]:
     """The model loaded whole by transformers; its linear weights become masters in memory."""
     progress(0, None, f"{checkpoint.path.name}: loading the whole model into memory")
 
@@ -392,7 +405,7 @@ def _held(
             f" files: {few(missing)}",
             "take the config.json that belongs to these weights",
         )
-    linear = packable(model)
+    linear, layout = packable(model), lay_out(model, *places(device))
     held: dict[str, torch.Tensor] = {}
     for names, parameter in _parameter_groups(model):
         if linear.issuperset(names):
@@ -402,11 +415,11 @@ def _held(
         else:
             held.update({name: parameter.data for name in names if name in linear})
             for name in names:
-                set_module_tensor_to_device(model, name, device.torch_device, value=parameter.data)
+                set_module_tensor_to_device(model, name, layout.of(names[0]), value=parameter.data)
     model.tie_weights()
     masters = HeldMasters(held)
-    _move_buffers(model, None, device)
-    return model, masters
+    _move_buffers(model, None, layout)
+    return model, masters, layout
 
 
 def _parameter_groups(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
@@ -417,15 +430,15 @@ def _parameter_groups(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
     return list(groups.values())
 
 
-def _move_buffers(model: nn.Module, masters: MappedMasters | None, device: Device) -> None:
+def _move_buffers(model: nn.Module, masters: MappedMasters | None, layout: Layout) -> None:
     stored = set(masters.names()) if masters is not None else set()
     for name, buffer in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         if masters is not None and name in stored and leaf not in module._non_persistent_buffers_set:
-            module._buffers[leaf] = masters.get(name).to(device.torch_device)
+            module._buffers[leaf] = masters.get(name).to(layout.of(name))
         else:
-            module._buffers[leaf] = buffer.to(device.torch_device)
+            module._buffers[leaf] = buffer.to(layout.of(name))
 
 
 def _info(

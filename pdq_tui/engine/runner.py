@@ -21,6 +21,7 @@ from pdq_tui.core.protocol import KvInfo, NonFinite, Request
 from pdq_tui.engine import faults
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.device import Device, Mark
+from pdq_tui.engine.devices import places
 from pdq_tui.engine.prompts import Batch
 
 #: A sample this many times above the median, at the first use of a shape, is a one-off cost, not a speed.
@@ -169,6 +170,7 @@ class _Run:
         record.prompt_tokens, record.padded_tokens = batch.real_tokens, batch.padded_tokens
         record.memory_method = device.memory_method
         record.eager_launch_bound = device.kind == "cuda"
+        record.devices = len(places(device)[0])
         record.policy, record.policy_digest = self.arm.policy.name, self.arm.policy.digest
         record.stop = "natural" if self.limits.natural else "fixed"
         ids = batch.ids.to(device.torch_device)

@@ -21,8 +21,10 @@ from pdq_tui.engine import faults, handlers, native, tune
 from pdq_tui.engine.bench import Bench, Control
 from pdq_tui.engine.cancel import Cancelled, check
 from pdq_tui.engine.channel import Inbox
-from pdq_tui.engine.device import Device, open_device
+from pdq_tui.engine.device import Device
+from pdq_tui.engine.devices import open_devices
 from pdq_tui.engine.loader import LoadedModel, load_model, load_source
+from pdq_tui.engine.looks import Looks
 from pdq_tui.engine.peaks import peaks
 from pdq_tui.engine.prompts import prepare
 from pdq_tui.engine.runner import Arm, RequestFailedError
@@ -188,14 +190,18 @@ class Session:
         try:
             with self.task("load", command.model):
                 refuse_processes()
-                device = self.device = open_device(command.device, command.gpu, command.threads)
+                device = self.device = open_devices(command.device, command.gpu, command.threads)
                 device.reset_peak()
                 self._own_kernels(command, device, cancelled)
                 model = load_model(command, device, self.progress("load", ""), cancelled)
                 peak = device.peak_bytes()  # of loading: the probes' buffers come after it
                 info = self.info = device.info()
+                info.layers = model.layout.words() if model.layout.several else ""
                 cache = Path(command.cache_dir) if command.cache_dir else locations.cache_dir()
-                found = peaks(device, info, cache, self.progress("load", "probes"), cancelled)
+                if model.layout.several:  # peaks are of one device: nothing is held against them
+                    found = Looks(())
+                else:
+                    found = peaks(device, info, cache, self.progress("load", "probes"), cancelled)
                 best = found.best
                 info.read_peak_gbps, info.read_peak_method = best.read_gbps, best.read_method
                 info.compute_peak_tflops, info.copy_peak_gbps = dict(best.compute_tflops), best.copy_gbps
@@ -211,6 +217,7 @@ class Session:
                     attention_name=command.attention,
                     layers=command.layers,
                     prefill_rows=command.prefill_rows,
+                    layout=model.layout,
                     sources=lambda word, told, stop: load_source(word, model, command, device, told, stop),
                 )
         except Cancelled:

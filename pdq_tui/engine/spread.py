@@ -1,9 +1,8 @@
-"""Models whose weights lie on several devices or in several processes, which a policy cannot be applied to."""
+"""Models that are sharded over several processes, which a policy cannot be applied to."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed import is_available
@@ -18,12 +17,12 @@ def refuse_processes() -> None:
         raise UnfitError(
             f"tensor parallelism is not supported: this is one of {world} processes of a launcher (WORLD_SIZE), and the linear"
             " layers that a policy puts in place are not sharded by it",
-            "start it once, without torchrun, on one GPU",
+            "start it once, without torchrun, on one GPU, or with --gpu 0,1 for its layers on several",
         )
 
 
-def refuse_spread(model: nn.Module) -> None:
-    """Raises UnfitError for a model in memory that is sharded over processes, or laid out over several devices."""
+def refuse_sharded(model: nn.Module) -> None:
+    """Raises UnfitError for a model in memory whose parameters are sharded over processes."""
     if is_available():
         from torch.distributed.tensor import DTensor
 
@@ -32,12 +31,5 @@ def refuse_spread(model: nn.Module) -> None:
             raise UnfitError(
                 f"tensor parallelism is not supported: {sharded} is sharded over processes, and the linear layers that a policy"
                 " puts in place are not",
-                "load the model without tp_plan, on one GPU",
+                "load the model without tp_plan, on one GPU or with a device_map",
             )
-    places = getattr(model, "hf_device_map", None)
-    devices = sorted({str(d) for d in places.values()}) if isinstance(places, Mapping) else []
-    if len(devices) > 1:
-        raise UnfitError(
-            f"the model's layers lie on {len(devices)} devices ({', '.join(devices)}): a staged model runs on one",
-            'load it with device_map={"": 0}, or on the CPU',
-        )

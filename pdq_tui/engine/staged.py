@@ -9,9 +9,9 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from pdq_tui.engine.kernels import Prober, capability
 from pdq_tui.engine.kv import KvCache, KvShape
 from pdq_tui.engine.kv_pool import KvPool
 from pdq_tui.engine.layers import LayerCompiler, Trial
+from pdq_tui.engine.layout import Layout, on_one
 from pdq_tui.engine.pieces import Pieces, pieces_of
 from pdq_tui.engine.plan import (
     Placement,
@@ -47,6 +48,7 @@ from pdq_tui.engine.plan import (
     weights_of,
 )
 from pdq_tui.engine.recorded import UncompiledError
+from pdq_tui.engine.seams import Seams
 from pdq_tui.engine.views import Caller, copy_shell
 from pdq_tui.engine.weights import HEADROOM_BYTES, Key, Progress, SourceWeights, WeightStore
 from pdq_tui.errors import UnfitError, UsageError
@@ -68,6 +70,12 @@ class ModelDevice(Protocol):
     def empty_cache(self, mapped: Iterable[Path] = ()) -> None: ...
 
 
+class Several(ModelDevice, Protocol):
+    """The same of several devices; see ``engine.devices``."""
+
+    def free_on(self, device: torch.device) -> int | None: ...
+
+
 class StagedModel:
     """One loaded model and everything packed from it.
 
@@ -77,6 +85,8 @@ class StagedModel:
     prefill_rows  the most rows of a prompt that run at once: None as the kernel table says, 0: it is never cut.
     layers     "auto": decoder layers run as the kernel table says; "eager": always transformers' modules.
     sources    opens the checkpoint that a stage names; None: there is none to be had.
+    layout     where the skeleton's modules lie; None: all on ``device``. Of several devices ``device`` is a ``Several``, and
+               decoder layers run as transformers' modules.
     Raises UnfitError for models whose cache or attention this engine does not implement.
     """
 
@@ -92,10 +102,12 @@ class StagedModel:
         layers: str = "eager",
         prefill_rows: int | None = 0,
         sources: OpenSource | None = None,
+        layout: Layout | None = None,
     ) -> None:
         attention.register()
         experts.register()
         self.skeleton, self.device = skeleton, device
+        self.layout = layout if layout is not None else on_one(device.torch_device)
         self.census = take_census(skeleton)
         check_fit(skeleton, attention_name)
         self.capability: Capability = capability(device)
@@ -108,13 +120,13 @@ class StagedModel:
         own = {
             layer.name: parameters[layer.parameter].detach()
             for layer in self.census.layers
-            if parameters[layer.parameter].device == device.torch_device
+            if parameters[layer.parameter].device == self.layout.of(layer.name)
         }
         self._parameters = parameters
         self._open_source = sources
-        self.store = WeightStore(masters, device.torch_device, budget_bytes, own)
+        self.store = WeightStore(masters, self.layout, budget_bytes, own)
         self.kv = KvShape(skeleton.config, self.dtype)
-        self.caches = KvPool(self.kv, device.torch_device, own_attention=attention_name == "pdq")
+        self.caches = KvPool(self.kv, self.layout, own_attention=attention_name == "pdq")
         config = skeleton.config.get_text_config()
         self.costs = CostModel(self.census, self.kv, int(config.hidden_size))
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
@@ -215,9 +227,12 @@ class StagedModel:
         live = {key for arm in self._arms for key in arm.keys}
         self.prober.try_caches(self.caches.own_kernels(policy.kv), self.dtype, cancelled, progress)
         beside = max(0, plan.weights.scratch_bytes - self.scratch.nbytes)
-        if request is not None:
-            beside += self.caches.new_bytes({policy.kv, *(arm.policy.kv for arm in self._arms)}, *request)
-        self.store.check_fit(plan.new_bytes, live | set(wanted), self.device.free_bytes(), beside)
+        kvs = {policy.kv, *(arm.policy.kv for arm in self._arms)}
+
+        def kv_bytes(on: torch.device | None) -> int:
+            return self.caches.new_bytes(kvs, *request, on) if request is not None else 0
+
+        self._check_fit(wanted, live | set(wanted), lambda on: beside + kv_bytes(on))
         packed = self.store.pack_missing(wanted, progress, cancelled)
         arm = StagedArm(self, policy, plan, rows, frozenset(wanted), resident=packed == 0)
         views = arm.prepare(progress, cancelled)
@@ -225,6 +240,27 @@ class StagedModel:
             raise UnfitError(f"{policy.name}: {others[0]}", "leave out --hard to allow it")
         self._arms.add(arm)
         return arm
+
+    def _check_fit(
+        self,
+        wanted: Mapping[Key, tuple[Layer, Spec]],
+        live: set[Key],
+        beside: Callable[[torch.device | None], int],
+    ) -> None:
+        """Make room for what is to be packed, on each device for what lies there. ``beside``: bytes that are needed beside
+        it, in all (None) or on one device. Raises UnfitError."""
+        new_bytes = self.store.new_bytes(wanted)
+        if not self.layout.several:
+            self.store.check_fit(new_bytes, live, self.device.free_bytes(), beside(None))
+            return
+        self.store.check_budget(new_bytes, live)
+        for on in self.layout.devices:
+            mine = {key: what for key, what in wanted.items() if self.layout.of(key[0]) == on}
+            self.store.check_free(self.store.new_bytes(mine), live, self.free_on(on), beside(on), on)
+
+    def free_on(self, device: torch.device) -> int | None:
+        """Of a model on several devices."""
+        return cast(Several, self.device).free_on(device)
 
     def release(self, keep: Sequence[StagedArm]) -> None:
         """Drop every packed weight, view and KV buffer that these arms do not use. Other arms must not be used after."""
@@ -250,6 +286,12 @@ class StagedModel:
         """The model's own tensors and everything packed or taken from the masters, of all arms."""
         others = sum(source.other_bytes for source in self.store.sources.values())
         return self.census.other_bytes + others + self.store.nbytes
+
+    def other_bytes_on(self, device: torch.device) -> int:
+        """Of the model's own tensors that no policy replaces, as ``census.other_bytes``."""
+        own = [*self.skeleton.parameters(), *self.skeleton.buffers()]
+        replaced = {id(self._parameters[la.parameter]) for la in self.census.layers if not la.tied}
+        return sum({id(t): t.nbytes for t in own if id(t) not in replaced and t.device == device}.values())
 
     def _open(self, policy: Policy, progress: Progress, cancelled: Callable[[], bool]) -> None:
         """Open what the policy's stages name and is not open yet. Raises PdqError, Cancelled."""
@@ -283,7 +325,7 @@ class StagedModel:
                 f" {'tied' if tied[0] else 'not tied'}",
                 "a stage's source has to be a checkpoint of the same model",
             )
-        here = {n: p for n, p in theirs.items() if p.device == self.device.torch_device}
+        here = {n: p for n, p in theirs.items() if p.device.type != "meta"}
         linear = {layer.parameter: layer for layer in self.census.layers if not layer.tied}
         others: dict[str, nn.Parameter] = {}
         for name, parameter in here.items():
@@ -338,6 +380,7 @@ class StagedModel:
             view = View(
                 copy_shell(self.skeleton, linears, implementation, others), placements, "eager", reasons
             )
+            Seams(view.model, self.layout)
             if runners:
                 self._compile(view, stage, rows, runners, progress, cancelled)
             self._views[key] = view
@@ -355,13 +398,18 @@ class StagedModel:
         """Models of both stages for another engine's batches: up to ``chunk`` prompt tokens, or ``rows`` sequences of one
         token, by another attention. Eager: their shapes change with every step. Packs what is missing; raises Cancelled,
         and UnfitError where it does not fit."""
+        if self.layout.several:
+            raise UnfitError(
+                f"the model's layers lie on {len(self.layout.devices)} devices: another engine's batches run on one",
+                "choose one GPU",
+            )
         by_stage: dict[Stage, list[Placement]] = {
             "prefill": self.planner.placements(policy, "prefill", chunk, rows),
             "decode": self.planner.placements(policy, "decode", rows, rows),
         }
         wanted = _wanted(by_stage)
         live = {key for arm in self._arms for key in arm.keys} | set(wanted)
-        self.store.check_fit(self.store.new_bytes(wanted), live, self.device.free_bytes())
+        self._check_fit(wanted, live, lambda _: 0)
         self.store.pack_missing(wanted, progress, cancelled)
         return {
             stage: copy_shell(
@@ -374,6 +422,8 @@ class StagedModel:
         """(what may run the decoder layers instead of their modules, the best first; why not something better)."""
         if self.layers == "eager":
             return (), ["asked for"]
+        if self.layout.several:
+            return (), [f"layers on {len(self.layout.devices)} devices: no graph or program crosses them"]
         if self.attention_name != "pdq":
             return (), [f"attention {self.attention_name}"]
         choice = self.kernels.runners(stage, rows, self.capability)
@@ -521,7 +571,24 @@ class StagedArm:
         free = owner.device.free_bytes()
         if free is not None:
             free += owner.caches.nbytes + owner.store.bytes_beside(self.keys)
-        return owner.caches.info(self.policy.kv, free, HEADROOM_BYTES)
+        info = owner.caches.info(self.policy.kv, free, HEADROOM_BYTES)
+        if owner.layout.several and info.capacity_tokens is not None:
+            # A sequence needs room on every device: the fullest one decides.
+            fits = [self._capacity_on(device) for device in owner.layout.devices]
+            info.capacity_tokens = min((n for n in fits if n is not None), default=info.capacity_tokens)
+        return info
+
+    def _capacity_on(self, device: torch.device) -> int | None:
+        owner = self.owner
+        free = owner.free_on(device)
+        if free is None:
+            return None
+        free += owner.caches.nbytes_on(device) + owner.store.bytes_beside(self.keys, device)
+        return owner.caches.capacity_tokens(self.policy.kv, free, HEADROOM_BYTES, device)
+
+    def bytes_on(self, device: torch.device) -> int:
+        """What this policy's weights take on ``device``, the model's own tensors there included."""
+        return self.owner.other_bytes_on(device) + self.owner.store.bytes_on(self.keys, device)
 
     def view(
         self,

@@ -24,7 +24,8 @@ def copy_shell(
     """A model with the same parameters, buffers and hooks, ``linears`` in place of the modules, or of the parameters, of
     these dotted names, and ``others`` in place of the parameters of theirs.
 
-    The view has configs of its own, which name ``attention``; no tensor is copied.
+    The view has configs of its own, which name ``attention``; no tensor is copied. Hooks of accelerate's are left out: they
+    call the modules that are replaced here.
     """
     modules: dict[int, nn.Module] = {}
     configs: dict[int, PreTrainedConfig] = {}
@@ -45,6 +46,9 @@ def copy_shell(
         if id(module) in modules:
             return modules[id(module)]
         mine = copy.copy(module)
+        if "_hf_hook" in vars(mine):  # accelerate's: a forward bound to the module that this is a copy of
+            for name_of in ("_hf_hook", "_old_forward", "forward"):
+                vars(mine).pop(name_of, None)
         modules[id(module)] = mine
         mine._parameters = dict(module._parameters)
         for leaf in mine._parameters:
@@ -100,5 +104,5 @@ class Caller:
             **self._fixed,
             **kept,
         )
-        logits: torch.Tensor = out.logits[:, -keep:]
+        logits: torch.Tensor = out.logits[:, -keep:].to(ids.device)
         return logits

@@ -18,6 +18,7 @@ from pdq_tui.engine.checkpoint import Masters
 from pdq_tui.engine.formats.imported import Imported, holds, repack
 from pdq_tui.engine.formats.pack import pack, pack_stack
 from pdq_tui.engine.formats.packed import Packed, PackedStack, Spec
+from pdq_tui.engine.layout import Layout
 from pdq_tui.errors import UnfitError
 
 Key = tuple[str, str]
@@ -48,9 +49,9 @@ class WeightStore:
     """Holds what is packed. ``sources``: by name, "" for the model itself."""
 
     def __init__(
-        self, masters: Masters, device: torch.device, budget_bytes: int | None, own: Mapping[str, Tensor]
+        self, masters: Masters, layout: Layout, budget_bytes: int | None, own: Mapping[str, Tensor]
     ) -> None:
-        self.masters, self.device, self.budget_bytes = masters, device, budget_bytes
+        self.masters, self.layout, self.budget_bytes = masters, layout, budget_bytes
         self.sources = {"": SourceWeights(masters, own)}
         self._entries: OrderedDict[Key, Packed | PackedStack] = OrderedDict()
 
@@ -73,10 +74,19 @@ class WeightStore:
         """What this store itself allocated; the budget is on this."""
         return sum(p.nbytes for p in self._entries.values() if p.ours)
 
-    def bytes_beside(self, keys: Iterable[Key]) -> int:
-        """What this store allocated for other entries than these."""
+    def bytes_beside(self, keys: Iterable[Key], device: torch.device | None = None) -> int:
+        """What this store allocated for other entries than these, in all or on ``device``."""
         keep = set(keys)
-        return sum(p.nbytes for key, p in self._entries.items() if p.ours and key not in keep)
+        return sum(
+            p.nbytes
+            for key, p in self._entries.items()
+            if p.ours and key not in keep and (device is None or self.layout.of(key[0]) == device)
+        )
+
+    def bytes_on(self, keys: Iterable[Key], device: torch.device) -> int:
+        """As ``nbytes``, of these entries where they lie on ``device``."""
+        here = [(key, self._entries[key]) for key in keys if self.layout.of(key[0]) == device]
+        return sum(p.nbytes for (name, _), p in here if p.ours or name not in self.sources[""].own)
 
     def new_bytes(self, wanted: Mapping[Key, tuple[Layer, Spec]]) -> int:
         """Bytes that packing what is missing will allocate."""
@@ -91,7 +101,7 @@ class WeightStore:
         if not spec.fmt.dense or spec.stored_dtype != spec.dtype or layer.conv1d:
             return False
         source = self.sources[spec.source]
-        on_cpu = self.device.type == "cpu"
+        on_cpu = self.layout.of(layer.name).type == "cpu"
         return layer.name in source.own or (on_cpu and source.masters.shared(layer.parameter))
 
     def check_fit(
@@ -99,6 +109,10 @@ class WeightStore:
     ) -> None:
         """Make room under the budget and in memory by dropping what no live arm uses. Raises UnfitError before anything
         is packed. ``beside_bytes``: of the KV cache and of scratch, which are no part of the budget."""
+        self.check_budget(new_bytes, live)
+        self.check_free(new_bytes, live, free_bytes, beside_bytes)
+
+    def check_budget(self, new_bytes: int, live: Iterable[Key]) -> None:
         keep = set(live)
         if new_bytes and self.budget_bytes is not None:
             for key in [k for k, p in self._entries.items() if k not in keep and p.ours]:
@@ -111,13 +125,27 @@ class WeightStore:
                     f" the budget is {_mb(self.budget_bytes)}",
                     "raise the weight budget, or let go of the other policy",
                 )
-        wanted = new_bytes + beside_bytes
+
+    def check_free(
+        self,
+        new_bytes: int,
+        live: Iterable[Key],
+        free_bytes: int | None,
+        beside_bytes: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        """The same of the memory alone; all figures are of ``device`` where the model lies on several."""
+        keep, wanted = set(live), new_bytes + beside_bytes
+        here = [
+            k for k in self._entries if k not in keep and (device is None or self.layout.of(k[0]) == device)
+        ]
         while free_bytes is not None and wanted and wanted + HEADROOM_BYTES > free_bytes:
-            unused = next((k for k, p in self._entries.items() if k not in keep and p.ours), None)
+            unused = next((k for k in here if k in self._entries and self._entries[k].ours), None)
             if unused is None:
                 beside = f" and {_mb(beside_bytes)} of KV cache and scratch" if beside_bytes else ""
+                where = f" on {device}" if device is not None else ""
                 raise UnfitError(
-                    f"does not fit: {_mb(new_bytes)} of weights to pack{beside}, {_mb(free_bytes)} free,"
+                    f"does not fit{where}: {_mb(new_bytes)} of weights to pack{beside}, {_mb(free_bytes)} free,"
                     f" of which {_mb(HEADROOM_BYTES)} are kept for activations",
                     "close other programs, or choose a policy with fewer bytes"
                     + (", shorter prompts or a smaller batch" if beside_bytes else ""),
@@ -136,19 +164,19 @@ class WeightStore:
         done = 0.0
         for key, layer, spec in missing:
             progress(done, total, f"{spec.fmt.label} {layer.name}")
-            shared = self.shares(layer, spec)
+            shared, device = self.shares(layer, spec), self.layout.of(layer.name)
             base = self._base(layer, spec)
             held = self.imported(layer, spec)
             if held is not None:
-                self._entries[key] = repack(spec, held, self.device, cancelled)
+                self._entries[key] = repack(spec, held, device, cancelled)
             elif spec.stack:
                 assert base is None or isinstance(base, PackedStack)
                 masters = partial(self.master, layer, source=spec.source)
-                self._entries[key] = pack_stack(spec, masters, self.device, cancelled, shared, base)
+                self._entries[key] = pack_stack(spec, masters, device, cancelled, shared, base)
             else:
                 assert base is None or isinstance(base, Packed)
                 self._entries[key] = pack(
-                    spec, self.master(layer, source=spec.source), self.device, cancelled, shared, base
+                    spec, self.master(layer, source=spec.source), device, cancelled, shared, base
                 )
             done += spec.own_bytes
         if missing:

@@ -16,6 +16,7 @@ from pdq_tui.core import protocol as p
 from pdq_tui.core.arms import counts
 from pdq_tui.core.metrics import METRICS
 from pdq_tui.core.policy import Policy
+from pdq_tui.core.together import together
 from pdq_tui.host import sentences
 from pdq_tui.host.journal import Journal
 from pdq_tui.host.live_energy import LiveEnergy
@@ -274,14 +275,13 @@ class Session:
         }
         index = self._sensor_state.engine_gpu if self._sensor_state is not None else None
         on_gpu = self._device is not None and self._device.kind == "cuda"
-        ours = next((g for g in e.gpus if g.engine or g.index == index), None)
+        ours = together([g for g in e.gpus if g.engine or g.index == index])
         for arm in self._energy.sample(e, ours, on_gpu):
             level, text = sentences.energy_sentence(arm, self._energy.found[arm][2])
             self._note(level, text, None, e.t_ns)
-        for gpu in e.gpus:
-            if gpu.engine or gpu.index == index:
-                for name in ("power_w", "memory_used_bytes", "gpu_util", "temperature_c", "sm_mhz"):
-                    values[name] = getattr(gpu, name)
+        if ours is not None:
+            for name in ("power_w", "memory_used_bytes", "gpu_util", "temperature_c", "sm_mhz"):
+                values[name] = getattr(ours, name)
         for name, value in values.items():
             series = self._sensor_series.get(name)
             if series is None:

@@ -299,7 +299,11 @@ class Supervisor:
                 # Device sensors are worth ten readings a second; a CPU's load is not, and would cost the CPU.
                 interval = 0.1 if device.kind == "cuda" else 0.5
                 self._watch = Watch(
-                    pid=worker.pid, uuid=device.uuid, bus_id=device.bus_id, interval_s=interval
+                    pid=worker.pid,
+                    uuid=device.uuid,
+                    bus_id=device.bus_id,
+                    interval_s=interval,
+                    others=[(other.uuid, other.bus_id) for other in device.others],
                 )
                 self._send_watch()
             case Request():

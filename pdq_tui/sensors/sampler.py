@@ -127,9 +127,11 @@ class Sampler:
         self._lanes: list[Lane] = []
         self._lost_at: float | None = None
         self._pid: int | None = None
-        self._wanted: tuple[str | None, str | None] | None = None
+        self._wanted: Sequence[tuple[str | None, str | None]] | None = None
         self._interval = 0.1
         self._engine = Match(None, "the engine has not named its device yet")
+        #: Of a model on several devices, the further ones.
+        self._beside: list[Match] = []
         threading.Thread(target=self._initialise, name="nvml init", daemon=True).start()
 
     def _initialise(self) -> None:
@@ -183,16 +185,20 @@ class Sampler:
         nvml.stop()
         self._initialise()
 
-    def watch(self, pid: int | None, uuid: str | None, bus_id: str | None, interval_s: float) -> None:
+    def watch(
+        self, pid: int | None, devices: Sequence[tuple[str | None, str | None]], interval_s: float
+    ) -> None:
+        """``devices``: (UUID, bus id) of the engine's, the first one and those that its model lies on beside."""
         with self._lock:
-            self._pid, self._wanted, self._interval = pid, (uuid, bus_id), max(0.02, interval_s)
+            self._pid, self._wanted, self._interval = pid, devices, max(0.02, interval_s)
             self._rejoin()
 
     def _rejoin(self) -> None:
         if self._start is None or self._wanted is None:
             return
         identities = [device.identity for device in self._start.devices]
-        uuid, bus_id = self._wanted
+        uuid, bus_id = self._wanted[0]
+        self._beside = [match(identities, *named) for named in self._wanted[1:]]
         if uuid is None and bus_id is None:
             hidden = visible_devices(self._visible, identities).reason
             self._engine = Match(None, "the engine runs on the CPU" + (f"; {hidden}" if hidden else ""))
@@ -200,11 +206,16 @@ class Sampler:
             self._engine = match(identities, uuid, bus_id)
 
     def interval(self, poll: Poll) -> float:
-        mine = poll.device.identity == self._engine.found
+        mine = poll.device.identity in self._mine
         return self._interval if mine and not poll.group.slow else SLOW_S
 
     def tick(self) -> float:
         return min(self._interval, SLOW_S) / 4 if self._engine.found is not None else SLOW_S / 4
+
+    @property
+    def _mine(self) -> list[Identity]:
+        """What the engine runs on, as far as it was found."""
+        return [m.found for m in (self._engine, *self._beside) if m.found is not None]
 
     @property
     def joined(self) -> bool:
@@ -213,7 +224,8 @@ class Sampler:
     def state(self) -> SensorState | None:
         """None while NVML has been starting for less than a second."""
         with self._lock:
-            start, engine = self._start, self._engine
+            start, engine, mine = self._start, self._engine, self._mine
+            lost = next((m.reason for m in self._beside if m.found is None), None)
         if start is None:
             if time.monotonic() - self._begun < 1.0:
                 return None
@@ -232,7 +244,8 @@ class Sampler:
             driver=start.driver,
             gpus=gpus,
             engine_gpu=found.index if found is not None else None,
-            engine_gpu_reason=None if found is not None else (engine.reason if gpus else start.text),
+            engine_gpu_reason=lost if found is not None else (engine.reason if gpus else start.text),
+            engine_gpus=[identity.index for identity in mine],
         )
 
     def samples(self) -> list[GpuSample]:
@@ -240,7 +253,7 @@ class Sampler:
         now = time.monotonic()
         self._look_for_loss(now)
         with self._lock:
-            start, engine, pid = self._start, self._engine.found, self._pid
+            start, mine, pid = self._start, self._mine, self._pid
             lanes = list(self._lanes)
         for lane in lanes:
             lane.watchdog(now)
@@ -249,9 +262,9 @@ class Sampler:
         shown = []
         for device in start.devices:
             identity = device.identity
-            sliced = engine is not None and engine.slice is not None and engine.index == identity.index
-            if identity == engine or (identity.slice is None and not sliced):
-                shown.append(self._sample(device, identity == engine, pid, now))
+            sliced = any(m.slice is not None and m.index == identity.index for m in mine)
+            if identity in mine or (identity.slice is None and not sliced):
+                shown.append(self._sample(device, identity in mine, pid, now))
         return shown
 
     def _sample(self, device: nvml.Device, is_engine: bool, pid: int | None, now: float) -> GpuSample:

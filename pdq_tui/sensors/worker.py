@@ -128,7 +128,7 @@ def _loop(channel: Channel, inbox: queue.SimpleQueue[Watch | None], parent: int)
         watch = _wait(inbox, due)
         if watch is not None:
             interval = watch.interval_s
-            gpus.watch(watch.pid, watch.uuid, watch.bus_id, watch.interval_s)
+            gpus.watch(watch.pid, [(watch.uuid, watch.bus_id), *watch.others], watch.interval_s)
             cpus.watch(watch.pid)
             cpu_at = -CPU_S
             due = time.monotonic()

@@ -229,6 +229,8 @@ def _rows(
     if invalid is not None:
         why = f"{invalid.id}: {invalid.arm.get('valid_reason') or 'invalid'}"
         spoiled = dict.fromkeys(spoiled, why)
+    elif (most := max(_devices(s) for s in (a, b))) > 1:
+        spoiled = dict.fromkeys(spoiled, f"layers on {most} devices")
     elif any(s.part("conditions").get("eager_launch_bound") for s in (a, b)):
         spoiled[SPEED] = spoiled[SPEED] or "eager: launch-bound"
     stats = [arm_stats(s.requests, s.device, s.model, _SUMMARIZED) for s in (a, b)]
@@ -253,6 +255,12 @@ def _rows(
     rows += [_figure_row(a, b, f, min_effect, spoiled[COUNTED]) for f in FIGURES.values()]
     rows += [_plain_row(b, m, stats, spoiled[UTILIZATION]) for m in _UTILIZATION]
     return rows
+
+
+def _devices(s: Snapshot) -> int:
+    """On how many the model lay; one where an older snapshot does not say."""
+    said = s.part("conditions").get("devices")
+    return said if isinstance(said, int) else 1
 
 
 def _spoils_speed(metric: str, spoiled: dict[str, str]) -> str:

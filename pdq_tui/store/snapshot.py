@@ -204,6 +204,7 @@ def _manifest(
     seen["slowed"] = slowed(facts, requests)
     put(seen, "other_load", other_load(facts, requests), "no sensor sample fell into the measured windows")
     seen["eager_launch_bound"] = any(r.eager_launch_bound for r in requests)
+    seen["devices"] = max((r.devices for r in requests), default=1)
     out["conditions"] = seen
     out["warnings"] = warnings(facts, [arm])
     return out

@@ -231,12 +231,14 @@ class Shutdown(Message):
 
 
 class Watch(Message):
-    """To the sensors: follow this engine process and device. Joined by ``uuid`` or ``bus_id`` only."""
+    """To the sensors: follow this engine process and device. Joined by ``uuid`` or ``bus_id`` only. ``others``: (UUID, bus id)
+    of the further devices that its model lies on."""
 
     pid: int | None = None
     uuid: str | None = None
     bus_id: str | None = None
     interval_s: float = 0.1
+    others: list[tuple[str | None, str | None]] = msgspec.field(default_factory=list)
 
 
 Command = (

@@ -192,6 +192,7 @@ class Request(Message):
     steady_bytes: int | None = None
     memory_method: str = ""
     eager_launch_bound: bool = False
+    devices: int = 1
     cancelled: bool = False
     valid: bool = True
     invalid_reason: str | None = None

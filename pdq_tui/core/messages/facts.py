@@ -36,7 +36,8 @@ class DeviceInfo(msgspec.Struct, kw_only=True):
     ``copy_peak_gbps`` counts what is read and what is written. ``driver``: version of the device's driver.
     ``memory_bytes`` is the device's (or the cgroup's / machine's) total. ``peaks_from``: how often and when the peaks were
     looked for, and how far the looks are apart. ``tuned_stamp``: of the tuned kernel table that comes first here; empty where
-    none does."""
+    none does. ``others``: the further devices that the model lies on; ``name`` and ``memory_bytes`` are of all then,
+    ``own_memory_bytes`` of the first. ``layers``: in words, which layers lie where; "" on one device."""
 
     kind: str
     name: str
@@ -59,6 +60,14 @@ class DeviceInfo(msgspec.Struct, kw_only=True):
     peaks_from: str = ""
     tuned_stamp: dict[str, str] = msgspec.field(default_factory=dict)
     driver: str | None = None
+    others: list[DeviceInfo] = msgspec.field(default_factory=list)
+    own_memory_bytes: int | None = None
+    layers: str = ""
+
+    @property
+    def several(self) -> str | None:
+        """Why nothing is judged of a run on this: its model lies on several devices. None where it lies on one."""
+        return f"layers on {len(self.others) + 1} devices" if self.others else None
 
 
 class LeftModule(msgspec.Struct, kw_only=True):

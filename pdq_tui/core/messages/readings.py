@@ -74,7 +74,8 @@ class CpuSample(msgspec.Struct, kw_only=True):
 class SensorState(Message):
     """Sent at start and when it changes. ``nvml``: ok, absent, driver-not-loaded, version-mismatch, error.
 
-    ``engine_gpu``: index of the GPU that is the engine's device, None with ``engine_gpu_reason``.
+    ``engine_gpu``: index of the GPU that is the engine's (first) device, None with ``engine_gpu_reason``, which also says
+    where one of several was not found. ``engine_gpus``: indices of all that were.
     """
 
     nvml: str
@@ -84,6 +85,7 @@ class SensorState(Message):
     gpus: int = 0
     engine_gpu: int | None = None
     engine_gpu_reason: str | None = None
+    engine_gpus: list[int] = msgspec.field(default_factory=list)
 
 
 class SensorSample(Message):
