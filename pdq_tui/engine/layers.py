@@ -39,6 +39,7 @@ from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.formats.linears import PackedLinear
 from pdq_tui.engine.kv import KvCache, active_cache
 from pdq_tui.engine.layer_native import NativeLayer
+from pdq_tui.engine.llama_kind import llama_kind
 from pdq_tui.engine.prompt_layer import PromptLayer
 from pdq_tui.engine.recorded import (
     Call,
@@ -229,6 +230,9 @@ class LayerCompiler:
         scratch = [m for m in inside if isinstance(m, PackedLinear) and m.uses_scratch]
         if scratch and decoding:  # a prompt's are called as they are
             raise UncompiledError(f"{type(scratch[0]).__name__} widens its weights into shared memory")
+        if not decoding:  # before the trial, which other kinds need not be able to run: learned positions end somewhere
+            for held, i in places:
+                llama_kind(held[i])
         step, cache = trial.step, trial.cache
         for _ in range(trial.before):
             step()
