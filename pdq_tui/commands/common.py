@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,16 @@ def fraction(text: str, flag: str) -> float:
     if not 0 <= value < 1:
         raise UsageError(f"{flag}: {text!r} is not a legal value", "a share such as 1% or 0.01")
     return value
+
+
+def one_of(flag: str, word: str, legal: Iterable[str]) -> str:
+    """``word`` where it is among ``legal``. Raises UsageError, with what was perhaps meant."""
+    words = list(legal)
+    if word not in words:
+        near = difflib.get_close_matches(word, words, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise UsageError(f"{flag}: {word!r} is not a legal value", f"{meant}legal: {', '.join(words)}")
+    return word
 
 
 def columns(rows: Sequence[tuple[str, ...]], head: tuple[str, ...]) -> str:

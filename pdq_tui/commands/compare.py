@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pdq_tui.commands import flags
-from pdq_tui.commands.common import ascii_only, emit, runs_dir, say, settings
+from pdq_tui.commands.common import ascii_only, emit, one_of, runs_dir, say, settings
 from pdq_tui.commands.gate import JUDGED, watched
 from pdq_tui.commands.words import Dir, ReferenceFirst
 from pdq_tui.errors import GATE, OK, UsageError
@@ -45,8 +45,7 @@ def compare(
     directory: Dir = None,
 ) -> None:
     gated = watched(fail_on, JUDGED)
-    if format_ not in FORMATS:
-        raise UsageError(f"--format: {format_!r} is not a legal value", f"legal: {', '.join(FORMATS)}")
+    one_of("--format", format_, FORMATS)
     if len(words) < 2:
         raise UsageError(
             "a comparison needs a reference and at least one candidate", "`pdq-tui snapshots list`"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from pdq_tui.commands import flags
-from pdq_tui.commands.common import ascii_only, emit, say
+from pdq_tui.commands.common import ascii_only, emit, one_of, say
 from pdq_tui.errors import PdqError, UsageError
 
 if TYPE_CHECKING:
@@ -43,14 +42,7 @@ def deploy(
         typer.Option("--in", metavar="TOKENS", min=1, help="Tokens of a prompt, for what crosses the link."),
     ] = 512,
     batch: Annotated[int, typer.Option("--batch", metavar="REQUESTS", min=1, help="Prompts at once.")] = 1,
-    link: Annotated[
-        float | None,
-        typer.Option(
-            "--link",
-            metavar="GB/S",
-            help="The link between the pools, in 10⁹ bytes a second. [100, 200 and 400 Gbit/s]",
-        ),
-    ] = None,
+    link: flags.Link = None,
     format: Annotated[str, typer.Option("--format", "-f", metavar="md|json", help="Of stdout.")] = "md",  # noqa: A002
     directory: Annotated[
         Path | None,
@@ -70,16 +62,10 @@ def deploy(
     from pdq_tui.store import atomic
     from pdq_tui.store.snapshot import strict_json
 
-    if format not in FORMATS:
-        raise UsageError(f"--format: {format!r} is not a legal value", f"legal: {', '.join(FORMATS)}")
-    if link is not None and not 0 < link < math.inf:
-        raise UsageError(f"--link: {link} is not a legal value", "GB/s, such as 25")
+    one_of("--format", format, FORMATS)
     servers = load_servers()
-    unknown = sorted(set(server or ()) - {s.name for s in servers})
-    if unknown:
-        raise UsageError(
-            f"--server: {unknown[0]!r} is not a legal value", f"legal: {', '.join(s.name for s in servers)}"
-        )
+    for name in server or ():
+        one_of("--server", name, [s.name for s in servers])
     chosen = find_policy(policy)
     named, cache, reason = _model(model)
     found = [

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import typer
 
 from pdq_tui.commands import flags
-from pdq_tui.commands.common import ascii_only, emit, runs_dir, say, settings
+from pdq_tui.commands.common import ascii_only, emit, one_of, runs_dir, say, settings
 from pdq_tui.commands.progress import Printer
 from pdq_tui.commands.run import fetch_demo
 from pdq_tui.errors import UnfitError, UsageError
@@ -82,6 +82,7 @@ def evaluate(
             help="Under load, what 90 % of requests have to meet, in ms; MLPerf's for 8 B: 2000/100, or 500/30.",
         ),
     ] = "2000/100",
+    link: flags.Link = None,
     soak: Annotated[
         str | None,
         typer.Option(
@@ -123,10 +124,8 @@ def evaluate(
     from pdq_tui.report.write import write
     from pdq_tui.store import atomic
 
-    if plan not in PLANS:
-        raise UsageError(f"--plan: {plan!r} is not a legal value", f"legal: {', '.join(PLANS)}")
-    if gate not in quality.GATES:
-        raise UsageError(f"--gate: {gate!r} is not a legal value", f"legal: {', '.join(quality.GATES)}")
+    one_of("--plan", plan, PLANS)
+    one_of("--gate", gate, quality.GATES)
     ttft_target, tpot_target = _targets(targets)
     soak_s = None if soak is None else endurance.duration_s(soak)
     lm_tasks = () if lm_eval is None else lm_eval_tasks(lm_eval)
@@ -171,6 +170,7 @@ def evaluate(
             seed=s.workload.seed,
             tasks=() if tasks is None else tuple(taskset.read(tasks.expanduser())),
             soak_s=soak_s,
+            link_gbps=link,
             lm_tasks=lm_tasks,
             ttft_target_ms=ttft_target,
             tpot_target_ms=tpot_target,

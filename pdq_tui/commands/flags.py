@@ -28,6 +28,21 @@ def finite(param: typer.CallbackParam, value: float | None) -> float | None:
     return value
 
 
+def _rate(param: typer.CallbackParam, value: float | None) -> float | None:
+    if value is not None and not 0 < value < math.inf:
+        raise UsageError(f"{param.opts[0]}: {value} is not a legal value", "GB/s, such as 25")
+    return value
+
+
+Link = Annotated[
+    float | None,
+    typer.Option(
+        "--link",
+        metavar="GB/S",
+        help="The link between two pools of servers, in 10⁹ bytes a second. [100, 200 and 400 Gbit/s]",
+        callback=_rate,
+    ),
+]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="demo, a directory, a .gguf file, or a hub id.")]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on in --dir with what is not done; other flags are its own.")

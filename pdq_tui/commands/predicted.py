@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from pdq_tui import locations
-from pdq_tui.commands.common import columns, settings
+from pdq_tui.commands.common import columns, one_of, settings
 from pdq_tui.commands.flags import DEMO
 from pdq_tui.core.kernels import DEVICES, Capability, KernelTable, load_kernels
 from pdq_tui.core.policy import Policy
@@ -47,11 +47,7 @@ def device(word: str) -> On:
     """ "cpu" and "cuda": a plain one, with the shipped order of kernels. "here": this machine's own, with what `tune`
     measured first; takes the seconds that importing torch takes. Raises UsageError, PdqError."""
     if word != HERE:
-        if word not in DEVICES:
-            raise UsageError(
-                f"--device: {word!r} is not a legal value", f"legal: {', '.join((*DEVICES, HERE))}"
-            )
-        return On(load_kernels(word))
+        return On(load_kernels(one_of("--device", word, (*DEVICES, HERE))))
     from pdq_tui.host.machine import look
 
     engine = settings().settings.engine

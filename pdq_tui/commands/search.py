@@ -11,7 +11,7 @@ import typer
 
 from pdq_tui import locations
 from pdq_tui.commands import flags
-from pdq_tui.commands.common import ascii_only, emit, runs_dir, say, settings
+from pdq_tui.commands.common import ascii_only, emit, one_of, runs_dir, say, settings
 from pdq_tui.commands.progress import Printer
 from pdq_tui.commands.run import fetch_demo
 from pdq_tui.errors import GATE, OK, UsageError
@@ -101,8 +101,7 @@ def search(
     from pdq_tui.store import atomic
     from pdq_tui.store.snapshot import strict_json
 
-    if effort not in EFFORTS:
-        raise UsageError(f"--plan: {effort!r} is not a legal value", f"legal: {', '.join(EFFORTS)}")
+    one_of("--plan", effort, EFFORTS)
     if max_kld <= 0:
         raise UsageError(
             f"--max-kld: {max_kld:g} is not a limit", "nats above 0, such as 0.011 (q5_K_M of llama.cpp)"

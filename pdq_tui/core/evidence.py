@@ -53,19 +53,19 @@ OPERATORS: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
-#: One call for a whole decoder layer of our own → what its matrices are, and how many.
-WHOLE_LAYER: Final = re.compile(r"pdq_native::layer_(dense|int8|int4|nested|mixed)$")
+#: One call of our own for several matrices → what they are, and how many where it is not a whole decoder layer.
+TOGETHER: Final = re.compile(r"pdq_native::(?:layer|products)_(dense|int8|int4|nested|mixed)(?:_(\d))?$")
 MATRICES_OF_A_LAYER: Final = 7
 
 
 def _products(pattern: str, op: str, count: int) -> int:
     """How many products that ``pattern`` describes ``count`` calls of ``op`` were."""
-    whole = WHOLE_LAYER.search(op)
-    if whole is None:
+    together = TOGETHER.search(op)
+    if together is None:
         return count if re.search(pattern, op) else 0
-    kind = whole[1]
+    kind = together[1]
     fits = "pdq_native::" in pattern if kind == "mixed" else re.search(pattern, f"pdq_native::{kind}")
-    return count * MATRICES_OF_A_LAYER if fits else 0
+    return count * int(together[2] or MATRICES_OF_A_LAYER) if fits else 0
 
 
 def unmatched(

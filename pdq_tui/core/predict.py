@@ -32,7 +32,8 @@ class Left(msgspec.Struct, frozen=True):
 
 class StagePrediction(msgspec.Struct, frozen=True):
     """``kernels``: linear layers by the kernel that comes first for them. ``bits_per_weight``: over the converted parameters;
-    None where nothing is converted."""
+    None where nothing is converted. ``head_bytes``: of an output head that is the input embedding and left in its dtype:
+    read in every step, but stored once, with the embedding, and in none of ``bytes``."""
 
     bytes: int
     converted_parameters: int
@@ -41,6 +42,7 @@ class StagePrediction(msgspec.Struct, frozen=True):
     kernels: dict[str, int]
     left: tuple[Left, ...]
     bits_per_weight: float | None
+    head_bytes: int = 0
 
 
 class Prediction(msgspec.Struct, frozen=True):
@@ -115,6 +117,21 @@ def predict(
     )
 
 
+def step_bytes(
+    prediction: Prediction, policy: Policy, shapes: Shapes, batch: int, positions: int
+) -> tuple[int | None, str]:
+    """Bytes that one decode step has to read at least, with ``positions`` tokens of each of ``batch`` sequences in the KV
+    cache: the linear layers as stored, the output head, the cache. Norms and the tokens' embedding rows are left out.
+    None with the reason where shapes do not tell."""
+    if any(layer.experts > 1 for layer in shapes.linears):
+        return None, "which experts a token reads is not in the shapes"
+    if shapes.kv is None:
+        return None, shapes.kv_reason
+    decode = prediction.stages["decode"]
+    cache = batch * shapes.kv.sequence_bytes(policy.kv, "decode", positions)
+    return decode.bytes + decode.head_bytes + cache, ""
+
+
 def to_pack(
     policy: Policy,
     resident: Iterable[Policy],
@@ -180,7 +197,7 @@ def _stage(policy: Policy, stage: Stage, on: _On) -> tuple[StagePrediction, dict
     formats: dict[str, int] = {}
     kernels: dict[str, int] = {}
     left: dict[str, list[Linear]] = {}
-    converted = converted_bytes = 0
+    converted = converted_bytes = head = 0
     source = policy.stage(stage).source
     for layer in shapes.linears:
         wanted = policy.format_for(layer.name, stage)
@@ -198,7 +215,9 @@ def _stage(policy: Policy, stage: Stage, on: _On) -> tuple[StagePrediction, dict
         if not used.dense:
             converted += layer.parameters
             converted_bytes += size
-        if not (layer.tied and used.dense):  # a tied head is the embedding's bytes
+        if layer.tied and used.dense:  # a tied head is the embedding's bytes
+            head += size
+        else:
             for part, _ in stored_parts(used):
                 one = own_bytes(part, layer.N, layer.K, shapes.dtype_bytes, layout)
                 key = f"{part.storage_key}@{source}" if source else part.storage_key
@@ -214,6 +233,7 @@ def _stage(policy: Policy, stage: Stage, on: _On) -> tuple[StagePrediction, dict
             for reason, layers in left.items()
         ),
         bits_per_weight=8 * converted_bytes / converted if converted else None,
+        head_bytes=head,
     )
     return prediction, packed
 

@@ -368,7 +368,7 @@ _ATTENTION: Final = re.compile(
 )
 _PRODUCT: Final = re.compile(
     r"aten::(mm|addmm|_int_mm|_scaled_mm|_weight_int[48]pack_mm\w*)$|mkldnn::_?linear\w*|mkldnn_linear"
-    r"|pdq_native::(dense|int8|int4|nested)|bitsandbytes::(gemm_4bit|gemv_4bit|int8_\w*mm\w*|int8_linear\w*|int8_mixed\w*)"
+    r"|pdq_native::(products_|dense|int8|int4|nested)|bitsandbytes::(gemm_4bit|gemv_4bit|int8_\w*mm\w*|int8_linear\w*|int8_mixed\w*)"
     r"|gemm|gemv|tinygemm|cutlass|xmma|nvjet|wgmma",
     re.IGNORECASE,
 )
@@ -412,7 +412,7 @@ def category(name: str, within: Sequence[str] = (), rows: int | None = None) -> 
     if _COPY.search(name):
         return "copies"
     if (
-        name.startswith(("aten::", "## Call", "triton", "void at::", "fused"))
+        name.startswith(("aten::", "pdq_native::", "## Call", "triton", "void at::", "fused"))
         or "elementwise" in name
         or "reduce" in name
     ):
@@ -439,10 +439,14 @@ _PLACES: Final = {
 }  # fmt: skip
 
 
+#: Several products of the same rows by one call of ours; which form their weights have.
+_TOGETHER: Final = re.compile(r"pdq_native::products_(dense|int8|int4|nested|mixed)_\d$")
+
+
 def _rows_of(e: _Event | None) -> int | None:
     """Rows of the product that this is, or is a part of."""
     while e is not None:
-        place = _PLACES.get(e.name)
+        place = (0,) if _TOGETHER.match(e.name) else _PLACES.get(e.name)
         shapes, _ = _shapes(e.args)
         if place is not None and len(shapes) > place[0] and shapes[place[0]]:
             return math.prod(shapes[place[0]][:-1])
@@ -454,6 +458,8 @@ def work(name: str, args: Mapping[str, Any]) -> tuple[int | None, float | None]:
     """(bytes, FLOPs) of one call from its operands' shapes: each operand and the result once. None where they do not
     tell: attention over a prompt is left out, since what its mask spares is not in its shapes."""
     shapes, types = _shapes(args)
+    if (together := _TOGETHER.match(name)) is not None:
+        return _together(together[1], args)
     place = _PLACES.get(name)
     if place is not None and len(shapes) > max(place[:2]):
         first, second, by_rows = shapes[place[0]], shapes[place[1]], place[2]
@@ -477,6 +483,23 @@ def work(name: str, args: Mapping[str, Any]) -> tuple[int | None, float | None]:
         moved = _bytes(shapes[:3], types[:3])
         return moved, 4.0 * B * H * D * shapes[1][2] if L == 1 else None
     return None, None
+
+
+def _together(form: str, args: Mapping[str, Any]) -> tuple[int | None, float | None]:
+    """Of some products of the same rows: x [rows, K], (weights, scales, residual, bias) of each, numbers, results [rows, N].
+    A list's dtypes are not told: packed weights and residuals are bytes, all else is x's."""
+    shapes, types = _shapes(args)
+    dims = _first(args, "Input Dims", "Input dims", "input_dims")
+    if len(shapes) != 4 or len(shapes[0]) != 2 or not dims[1] or len(dims[1]) != 4 * len(dims[3]):
+        return None, None
+    rows, K = shapes[0]
+    flops = 2.0 * rows * K * sum(out[-1] for out in dims[3])
+    item = _ITEM.get(types[0])
+    if item is None or form == "mixed":
+        return None, flops
+    packed = item if form == "dense" else 1
+    sizes = [(packed, item, packed, item)[i % 4] * math.prod(shape) for i, shape in enumerate(dims[1])]
+    return item * (rows * K + sum(math.prod(out) for out in dims[3])) + sum(sizes), flops
 
 
 def _bytes(shapes: Sequence[Sequence[int]], types: Sequence[str]) -> int | None:

@@ -78,8 +78,8 @@ class Agreement:
         )
 
     def rounding_of_logits(self, step: Callable[[], Tensor]) -> float:
-        """Σ of squared differences that one more rounding in the layers makes to the logits. ``step``: runs one decode
-        step of the modules."""
+        """Σ of squared differences that one more rounding in the layers makes to the logits. ``step``: runs the next call of
+        the modules."""
         total = 0.0
         for recorded in self._steps:
             check(self._cancelled)
@@ -89,7 +89,7 @@ class Agreement:
         return total
 
     def compare_logits(self, step: Callable[[], Tensor], explained: float) -> None:
-        """``step``: runs one decode step of the programs. Raises UncompiledError, Cancelled."""
+        """``step``: runs the next call of the programs. Raises UncompiledError, Cancelled."""
         apart = size = floor = 0.0
         for recorded in self._steps:
             check(self._cancelled)
@@ -97,13 +97,11 @@ class Agreement:
             try:
                 got = step()
             except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-                raise UncompiledError(
-                    f"a decode step compiled does not run: {faults.first_line(error)}"
-                ) from error
+                raise UncompiledError(f"a step compiled does not run: {faults.first_line(error)}") from error
             apart += _apart(got, recorded.logits)
             size += _square(recorded.logits - recorded.logits.mean(-1, keepdim=True))
             floor = _floor(recorded.logits.dtype)
-        _judge("the logits of compiled decode steps differ", apart, explained, size, LOGIT_ROUNDINGS, floor)
+        _judge("the logits of compiled steps differ", apart, explained, size, LOGIT_ROUNDINGS, floor)
 
     # -- the cache as the modules found it -----------------------------------------------------------------------------
 
@@ -115,7 +113,7 @@ class Agreement:
         """In the midst of ``step``, before the layer of this place in the cache writes."""
         self._cache.restore(step.held, slot)
         self._cache.rewind(step.start)
-        self._cache.advance(1)
+        self._cache.advance(step.positions)
 
     # -- one more rounding ---------------------------------------------------------------------------------------------
 

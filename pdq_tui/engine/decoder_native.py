@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from pdq_tui.engine.kv import KvCache
-from pdq_tui.engine.layer_native import Masks, NativeLayer, is_transformers_own
+from pdq_tui.engine.layer_native import Masks, NativeLayer
+from pdq_tui.engine.llama_kind import is_transformers_own
 
 #: Classes whose code around the layers is what ``Decoder`` does.
 CLASSES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

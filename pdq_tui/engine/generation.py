@@ -80,6 +80,7 @@ class Generation:
             if first:
                 check(cancelled)
             self._cache.advance(last - first)
+            self._cache.activate()
             # Of a piece before those positions one is multiplied, since no model runs without its head.
             kept = max(1, last - max(first, P - keep))
             found = self._call(view.model, ids[:, first:last], *self._seen(first, last), self._cache, kept)

@@ -1,4 +1,5 @@
-"""Decoder layers as compiled programs, or as calls of our own (``layer_native``): what stands in for a view's modules.
+"""Decoder layers as compiled programs, or as calls of our own (``layer_native``, ``prompt_layer``): what stands in for a view's
+modules.
 
 A program serves all layers of a kind, their tensors are its inputs.
 
@@ -21,6 +22,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from pdq_tui.core.policy import Stage
 from pdq_tui.engine import decoder_native, faults
 from pdq_tui.engine.agreement import Agreement
 from pdq_tui.engine.attention import UNSUPPORTED, decode_product
@@ -36,6 +39,8 @@ from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.formats.linears import PackedLinear
 from pdq_tui.engine.kv import KvCache, active_cache
 from pdq_tui.engine.layer_native import NativeLayer
+from pdq_tui.engine.llama_kind import llama_kind
+from pdq_tui.engine.prompt_layer import PromptLayer
 from pdq_tui.engine.recorded import (
     Call,
     UncompiledError,
@@ -49,9 +54,6 @@ from pdq_tui.engine.recorded import (
 _log = logging.getLogger(__name__)
 
 ATTENTION: Final = "pdq_decode_layer"
-#: Steps from an empty cache before layers are recorded, and steps that are recorded then.
-RECORD_AFTER: Final = 3
-RECORDED: Final = 3
 #: Seconds between two looks at whether a compilation was cancelled.
 POLL_S: Final = 0.05
 
@@ -171,6 +173,22 @@ class CompiledLayer(nn.Module):
         return out
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What a view is tried on before something stands in for its layers.
+
+    step      runs the view's next call on ``cache``, an empty one with room for all of them, and returns its logits [B, V]
+    before    calls that nobody records, so that the cache holds something
+    recorded  calls that are recorded and compared
+    """
+
+    stage: Stage
+    step: Callable[[], Tensor]
+    cache: KvCache
+    before: int
+    recorded: int
+
+
 class LayerCompiler:
     """Programs by signature, kept as long as the model; compiled one at a time, in a thread, so that a cancel is
     answered while the C++ compiler runs. What was being compiled then is finished and kept."""
@@ -195,29 +213,30 @@ class LayerCompiler:
     def attach(
         self,
         model: PreTrainedModel,
-        step: Callable[[], Tensor],
-        cache: KvCache,
+        trial: Trial,
         runners: Sequence[str],
         progress: Callable[[str], None],
         cancelled: Callable[[], bool],
     ) -> tuple[str, list[str]]:
         """Put something faster in place of ``model``'s decoder layers: the first of ``runners`` ("native", "inductor") that
-        can; which it was, and why not those before it.
-
-        step   runs one decode step of ``model`` on ``cache``, an empty one of at least RECORD_AFTER + RECORDED positions,
-               and returns its logits [B, V].
-        Raises UncompiledError where none can, the model unchanged, and Cancelled, likewise.
+        can; which it was, and why not those before it. Raises UncompiledError where none can, the model unchanged, and
+        Cancelled, likewise.
         """
         places = find_layers(model)
         if not places:
             raise UncompiledError("no decoder layers of transformers' kind were found")
+        decoding = trial.stage == "decode"
         inside = [m for held, i in places for m in held[i].modules()]
         scratch = [m for m in inside if isinstance(m, PackedLinear) and m.uses_scratch]
-        if scratch:
+        if scratch and decoding:  # a prompt's are called as they are
             raise UncompiledError(f"{type(scratch[0]).__name__} widens its weights into shared memory")
-        for _ in range(RECORD_AFTER):
+        if not decoding:  # before the trial, which other kinds need not be able to run: learned positions end somewhere
+            for held, i in places:
+                llama_kind(held[i])
+        step, cache = trial.step, trial.cache
+        for _ in range(trial.before):
             step()
-        steps = [record_step(places, step, cache) for _ in range(RECORDED)]
+        steps = [record_step(places, step, cache) for _ in range(trial.recorded)]
         agreement = Agreement(cache, steps, cancelled)
         calls = steps[-1].calls
         self.settle()  # it may be compiling just this
@@ -227,15 +246,17 @@ class LayerCompiler:
         for runner in runners:
             try:
                 stand_ins = [
-                    self._stand_in(runner, i, calls, cache, progress, cancelled) for i in range(len(calls))
+                    self._stand_in(trial.stage, runner, i, calls, cache, progress, cancelled)
+                    for i in range(len(calls))
                 ]
-                progress("comparing the compiled layers with the model's own")
+                progress("comparing what stands in for the decoder layers with the model's own")
                 for number, layer in enumerate(stand_ins):
                     agreement.compare_layer(number, layer)
                 if explained is None:  # of the modules, whatever stands in for them
                     explained = agreement.rounding_of_logits(step)
                 _replace(model, places, stand_ins)
-                around = runner != "native" or decoder_native.take_over(model)
+                whole = runner == "native" and decoding
+                around = not whole or decoder_native.take_over(model)
                 try:
                     agreement.compare_logits(step, explained)
                 except (UncompiledError, Cancelled):
@@ -253,6 +274,7 @@ class LayerCompiler:
 
     def _stand_in(
         self,
+        stage: Stage,
         runner: str,
         number: int,
         calls: Sequence[Call],
@@ -262,7 +284,7 @@ class LayerCompiler:
     ) -> nn.Module:
         call = calls[number]
         if runner == "native":
-            return NativeLayer(call)
+            return NativeLayer(call) if stage == "decode" else PromptLayer(call)
         signature = signature_of(call)
         if signature not in self.programs:
             progress(f"compiling the decoder layers of this kind once, from layer {number} of {len(calls)}")

@@ -83,10 +83,11 @@ class Call:
 
 @dataclass
 class Step:
-    """One recorded decode step that wrote position ``start``. ``held``: the cache before it; ``calls``: by layer;
-    ``logits``: [B, V]."""
+    """One recorded call that wrote ``positions`` positions from ``start`` on. ``held``: the cache before it; ``calls``: by
+    layer; ``logits``: [B, V]."""
 
     start: int
+    positions: int
     held: Held
     calls: list[Call]
     logits: Tensor
@@ -165,7 +166,7 @@ def record_step(
     calls = [recorder.calls[i] for i in range(len(places)) if i in recorder.calls]
     if len(calls) != len(places) or any(call.out is None for call in calls):
         raise UncompiledError("its layers do not return one tensor each")
-    return Step(cache.start, held, calls, logits.clone())
+    return Step(cache.start, cache.end - cache.start, held, calls, logits.clone())
 
 
 class Recorder:

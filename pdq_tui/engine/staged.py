@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from pdq_tui.engine.generation import Generation
 from pdq_tui.engine.kernels import Prober, capability
 from pdq_tui.engine.kv import KvCache, KvShape
 from pdq_tui.engine.kv_pool import KvPool
-from pdq_tui.engine.layers import RECORD_AFTER, RECORDED, LayerCompiler
+from pdq_tui.engine.layers import LayerCompiler, Trial
 from pdq_tui.engine.layout import Layout, on_one
 from pdq_tui.engine.pieces import Pieces, pieces_of
 from pdq_tui.engine.plan import (
@@ -53,6 +53,8 @@ from pdq_tui.engine.views import Caller, copy_shell
 from pdq_tui.engine.weights import HEADROOM_BYTES, Key, Progress, SourceWeights, WeightStore
 from pdq_tui.errors import UnfitError, UsageError
 
+#: Of each of the two pieces of a prompt that a view's stand-ins are tried on: more rows than are multiplied one by one.
+TRIED_POSITIONS: Final = 40
 #: A stage's ``source`` → (its skeleton like the model's, its masters). Raises PdqError, Cancelled.
 OpenSource = Callable[[str, Progress, Callable[[], bool]], tuple[PreTrainedModel, Masters]]
 
@@ -368,8 +370,8 @@ class StagedModel:
         placements = self.planner.placements(policy, stage, rows, head_rows)
         implementation = self.implementation(stage)
         runners, reasons = self._runners(stage, rows, policy)
-        # What stands in for a layer's modules is made for its number of rows.
-        fixed_rows = rows if runners else None
+        # What stands in for a layer's modules in a decode step is made for its number of rows.
+        fixed_rows = rows if runners and stage == "decode" else None
         key = (implementation, fixed_rows, *runners, *((p.candidate.name, p.spec.key) for p in placements))
         view = self._views.get(key)
         if view is None:
@@ -380,7 +382,7 @@ class StagedModel:
             )
             Seams(view.model, self.layout)
             if runners:
-                self._compile(view, rows, runners, progress, cancelled)
+                self._compile(view, stage, rows, runners, progress, cancelled)
             self._views[key] = view
         return view
 
@@ -426,31 +428,31 @@ class StagedModel:
             return (), [f"attention {self.attention_name}"]
         choice = self.kernels.runners(stage, rows, self.capability)
         runners, reasons = choice.runners, list(choice.reasons)
-        cached = self.caches.why_not_native(policy.kv)
+        cached = self.caches.why_not_native(policy.kv) if stage == "decode" else None
         if "native" in runners and cached is not None:
             runners = tuple(runner for runner in runners if runner != "native")
             reasons.append(f"no layers of our own with this KV cache: {cached}")
         return runners, reasons
 
     def _compile(
-        self, view: View, rows: int, runners: Sequence[str], progress: Progress, cancelled: Callable[[], bool]
+        self,
+        view: View,
+        stage: Stage,
+        rows: int,
+        runners: Sequence[str],
+        progress: Progress,
+        cancelled: Callable[[], bool],
     ) -> None:
         """Something faster in the place of the view's layers, or the reason why it stays as it is."""
         begin = time.monotonic()
-        cache = KvCache(self.kv, rows, RECORD_AFTER + RECORDED, self.device.torch_device)
-        cache.handoff()
-        words = int(self.skeleton.config.get_text_config().vocab_size)
-
-        def step() -> Tensor:
-            cache.advance(1)
-            token = torch.arange(rows, device=self.device.torch_device)[:, None] * 7 + 31 * cache.end
-            position = torch.full_like(token, cache.start)
-            return self.caller.logits(view.model, token % words, None, position, cache)[:, -1]
-
         try:
             with torch.inference_mode():
                 view.runner, why_not = self.compiler.attach(
-                    view.model, step, cache, runners, lambda label: progress(0, None, label), cancelled
+                    view.model,
+                    self._trial(view, stage, rows),
+                    runners,
+                    lambda label: progress(0, None, label),
+                    cancelled,
                 )
         except UncompiledError as why:
             view.uncompiled = str(why)
@@ -458,6 +460,25 @@ class StagedModel:
         else:
             view.reasons += why_not
         view.seconds = time.monotonic() - begin
+
+    def _trial(self, view: View, stage: Stage, rows: int) -> Trial:
+        """Three steps of ``rows`` sequences on a cache that is not empty, or two pieces of one short prompt."""
+        decoding = stage == "decode"
+        before, recorded, positions = (3, 3, 1) if decoding else (0, 2, TRIED_POSITIONS)
+        batch = rows if decoding else 1
+        cache = KvCache(self.kv, batch, (before + recorded) * positions, self.device.torch_device)
+        if decoding:
+            cache.handoff()
+        words = int(self.skeleton.config.get_text_config().vocab_size)
+
+        def step() -> Tensor:
+            cache.advance(positions)
+            place = torch.arange(cache.start, cache.end, device=self.device.torch_device)[None, :]
+            token = torch.arange(batch, device=self.device.torch_device)[:, None] * 7 + 31 * (place + 1)
+            position = place.expand(batch, -1).contiguous()
+            return self.caller.logits(view.model, token % words, None, position, cache)[:, -1]
+
+        return Trial(stage, step, cache, before, recorded)
 
     def implementation(self, stage: Stage) -> str:
         if self.attention_name != "pdq":

@@ -24,6 +24,10 @@ from pdq_tui.errors import PdqError
 
 META_SCHEMA: Final = 1
 LOCK: Final = "lock.json"
+_JOURNAL: Final = "events.jsonl"
+#: How a measured request stands in a journal, and how much of one is looked through for it.
+_REQUEST: Final = b'"type":"request"'
+_LOOK_BYTES: Final = 4 << 20
 #: Distributions whose versions travel with every result. Read from metadata: nothing here is imported.
 LIBRARIES: Final = (
     "torch",
@@ -60,7 +64,7 @@ class Run:
 
     @property
     def journal_path(self) -> Path | None:
-        return None if self.in_memory else self.path / "events.jsonl"
+        return None if self.in_memory else self.path / _JOURNAL
 
     @property
     def trace_path(self) -> Path | None:
@@ -254,17 +258,47 @@ def alive(stamp: Any) -> bool:
     )
 
 
-def leftovers(parents: Iterable[Path] | None = None) -> list[Leftover]:
+def cut_short(parents: Iterable[Path]) -> list[Path]:
+    """Directories of runs on this machine whose app was killed and that hold measurements in no snapshot: their locks are
+    still there. To be called before ``leftovers``, which clears those locks away."""
+    found: list[Path] = []
+    for parent in parents:
+        for lock in sorted(parent.glob(f"*/{LOCK}")):
+            body = _read_lock(lock)
+            if body is None or (body.get("boot") == _boot_id() and alive(body.get("app"))):
+                continue
+            place = lock.parent
+            if not any(place.glob("snapshots/*/manifest.json")) and _measured(place / _JOURNAL):
+                found.append(place)
+    return found
+
+
+def _measured(journal: Path) -> bool:
+    """Whether a request is among what ``journal`` begins with."""
+    try:
+        with journal.open("rb") as file:
+            return _REQUEST in file.read(_LOOK_BYTES)
+    except OSError:
+        return False
+
+
+def _read_lock(lock: Path) -> dict[str, Any] | None:
+    """A lock of this machine's; None for one of another and for what cannot be read."""
+    try:
+        body = json.loads(lock.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return body if isinstance(body, dict) and body.get("host") == socket.gethostname() else None
+
+
+def leftovers(parents: Iterable[Path] | None = None, *, clear: bool = True) -> list[Leftover]:
     """Workers of earlier sessions that outlived their app on this machine. Locks whose processes are all gone are
-    cleared away; those of other machines (a shared home) and of living apps are left alone."""
+    cleared away, unless ``clear`` is False: ``cut_short`` goes by them; those of other machines (a shared home) and of living apps are left alone."""
     found: list[Leftover] = []
     for parent in parents or (locations.runs_dir(),):
         for lock in sorted(parent.glob(f"*/{LOCK}")):
-            try:
-                body = json.loads(lock.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                continue
-            if not isinstance(body, dict) or body.get("host") != socket.gethostname():
+            body = _read_lock(lock)
+            if body is None:
                 continue
             same_boot = body.get("boot") == _boot_id()
             if same_boot and alive(body.get("app")):
@@ -280,7 +314,7 @@ def leftovers(parents: Iterable[Path] | None = None) -> list[Leftover]:
                         _rss(worker["pid"]),
                     )
                 )
-            if not workers:
+            if clear and not workers:
                 with contextlib.suppress(OSError):
                     lock.unlink()
     return found

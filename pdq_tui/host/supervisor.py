@@ -42,7 +42,7 @@ from pdq_tui.core.protocol import (
 )
 from pdq_tui.host.journal import Journal
 from pdq_tui.host.process import Worker
-from pdq_tui.host.runs import Run, leftovers
+from pdq_tui.host.runs import Run, cut_short, leftovers
 from pdq_tui.host.sentences import exit_sentence, given_up
 
 #: -P: a file named torch.py where the person happens to stand is not the library.
@@ -240,7 +240,17 @@ class Supervisor:
         self._send_watch()
 
     def _tell_leftovers(self) -> None:
-        for leftover in leftovers({self.run.path.parent, locations.runs_dir()}):
+        parents = {self.run.path.parent, locations.runs_dir()}
+        for place in cut_short(parents):
+            name = place.name.rpartition("-")[2] if place.parent == locations.runs_dir() else str(place)
+            self._emit(
+                Note(
+                    level="warn",
+                    text=f"the app of run {name} was killed; what it had measured is kept",
+                    hint=f"to compare it: pdq-tui snapshots make {name}",
+                )
+            )
+        for leftover in leftovers(parents):
             self._emit(Note(level="warn", text=leftover.text, hint=f"to end it: kill {leftover.pid}"))
 
     def _restart_now(self) -> None:

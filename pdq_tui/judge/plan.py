@@ -86,7 +86,8 @@ STAGED: Final = ("w8a8-prefill-int4-decode", "w8a8-prefill-int8-decode", "bf16-p
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a resumed evaluation must not change. ``uniform[0]`` is the base. ``gate``: a preset's name.
-    ``tasks``: what is asked, and ``tasks_name`` where it comes from; ``lm_tasks``: of lm-eval, names or YAML files."""
+    ``tasks``: what is asked, and ``tasks_name`` where it comes from; ``lm_tasks``: of lm-eval, names or YAML files.
+    ``link_gbps``: GB/s between two pools of servers, where they were named."""
 
     model: str
     load: Load
@@ -105,6 +106,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     ttft_target_ms: float = 2000.0
     tpot_target_ms: float = 100.0
     soak_s: float | None = None
+    link_gbps: float | None = None
 
     @property
     def base(self) -> Policy:

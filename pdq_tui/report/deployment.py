@@ -154,6 +154,7 @@ def of_evaluation(spec: Spec, found: Mapping[str, Json], names: Sequence[str]) -
             batch=w.batch,
             cache=cache,
             cache_reason=reason,
+            gbps=spec.link_gbps,
         )
         for name in names
         for policy in spec.policies

@@ -34,6 +34,8 @@ RESIDENT_MEMORY_EFFECT: Final = 0.05
 #: Bytes that are counted and not measured: only another model or workload, or an invalid arm, spoils them.
 COUNTED: Final = "counted"
 PAIRED: Final = "paired blocks"
+#: Whole blocks of both from which they are compared block by block.
+_LEAST_BLOCKS: Final = 2
 _UTILIZATION: Final = ("prefill_mfu", "prefill_explained", "bandwidth_gbps", "mbu", "decode_explained")
 _SUMMARIZED: Final = (*RATIO_METRICS, *MEMORY_METRICS, *_UTILIZATION)
 
@@ -196,12 +198,20 @@ def _sides(snapshots: Sequence[Snapshot]) -> list[Side]:
 
 
 def _paired(a: Snapshot, b: Snapshot) -> bool:
-    """Whether both took part in the same interleaved blocks: at least two in which each ran twice."""
+    """Whether both took part in the same interleaved blocks: enough of them in which each ran twice."""
+    return _shared_blocks(a, b)[1] >= _LEAST_BLOCKS
+
+
+def _shared_blocks(a: Snapshot, b: Snapshot) -> tuple[int, int]:
+    """Interleaved blocks that both took part in, and those of them in which each ran twice."""
     if a.run != b.run or a.label == b.label:
-        return False
+        return 0, 0
     both = sorted([*a.requests, *b.requests], key=lambda r: r.t_ns)
-    keys = ((a.label, False), (b.label, False))
-    return sum(all(len(block.get(k, ())) >= 2 for k in keys) for block in blocks_of(both)) >= 2
+    ran = [
+        min(len(block.get((a.label, False), ())), len(block.get((b.label, False), ())))
+        for block in blocks_of(both)
+    ]
+    return sum(n >= 1 for n in ran), sum(n >= 2 for n in ran)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -419,8 +429,12 @@ def _plain_row(b: Snapshot, metric: str, stats: Sequence[dict[str, Summary]], sp
 def _notes(a: Snapshot, b: Snapshot, side: Side, paired: bool) -> list[str]:
     found = []
     if not paired:
+        begun, whole = _shared_blocks(a, b)
         found.append(
-            f"{side.label} was not interleaved with the reference: a drift between the runs is not cancelled"
+            f"{side.label} was interleaved with the reference for {whole} whole block{'' if whole == 1 else 's'}: from "
+            f"{_LEAST_BLOCKS} on a drift is cancelled, and many more are needed for a word; take the snapshots later"
+            if begun
+            else f"{side.label} was not interleaved with the reference: a drift between the runs is not cancelled"
         )
     one, two = (answers(timed(s.requests)) for s in (a, b))
     both = one.keys() & two.keys()

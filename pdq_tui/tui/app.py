@@ -21,7 +21,7 @@ from textual.binding import Binding, BindingType
 from textual.filter import Monochrome, NoColor
 from textual.screen import ModalScreen, Screen
 
-from pdq_tui import errors
+from pdq_tui import errors, locations
 from pdq_tui.core.policy import Policy
 from pdq_tui.core.protocol import Load, SnapshotSaved
 from pdq_tui.core.workload import Workload
@@ -34,6 +34,8 @@ from pdq_tui.tui.terminal import AsciiDriver, OwnDriver, needs_ascii, own_termin
 
 if TYPE_CHECKING:
     from textual.command import Provider
+
+    from pdq_tui.host.runs import Leftover
 
 #: The second ctrl+c within this time quits.
 _TWICE_S = 2.0
@@ -201,7 +203,27 @@ class PdqApp(App[int]):
         if self.options.load is not None:
             # After the first frame: the screen does not wait for processes.
             self.call_after_refresh(self._begin, self.options.load)
+            if not self.readonly:
+                self.call_after_refresh(self._look_for_leftovers)
         self.call_after_refresh(_collect_again)
+
+    @work(thread=True, group="leftovers")
+    def _look_for_leftovers(self) -> None:
+        from pdq_tui.tui import leftovers
+
+        for left in leftovers.found((self.runs_dir, locations.runs_dir())):
+            self.call_from_thread(self._offer, left)
+
+    def _offer(self, left: Leftover) -> None:
+        from pdq_tui.tui import leftovers
+        from pdq_tui.tui.ask import Ask
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                end = partial(leftovers.end, left, self.session.note)
+                self.run_worker(end, thread=True, group="leftovers")
+
+        self.push_screen(Ask(leftovers.question(left)), answered)
 
     def _begin(self, load: Load) -> None:
         if load.model == "demo" and load.source is None:

@@ -98,7 +98,7 @@ def _stage_line(stage: str, c: Coverage) -> str:
 def _layers_line(c: Coverage) -> str:
     kernels = ", ".join(f"{literal(name)} ×{count}" for name, count in c.kernels.items()) or "-"
     why = f": {literal(c.runner_reason)}" if c.runner_reason else ""
-    calls = {"eager": "eager", "native": "one call of ours each"}
+    calls = {"eager": "eager", "native": "by our own calls"}
     how = calls.get(c.runner) or f"compiled by {literal(c.runner)}"
     rows = f"  prompts in pieces of {c.rows} rows" if c.rows else ""
     return f"          kernels {kernels}  decoder layers {how}{why}{rows}"

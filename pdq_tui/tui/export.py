@@ -147,7 +147,9 @@ class ExportDialog(ModalScreen[None]):
             body = self.subject() if self.subject is not None else self._measured()
             paths = write.write(body, formats, folder, force, stem=STEM)
             names = ", ".join(literal(path.name) for path in paths)
-            text = f"{len(paths)} files in {literal(folder)}: {names}"
+            files = f"{len(paths)} file{'' if len(paths) == 1 else 's'}"
+            # The first sentence about the keys is gone by now, and the screen's own keys do nothing in a dialog.
+            text = f"{files} in {literal(folder)}: {names}\n\nesc close"
         except write.AlreadyThereError as error:
             refused = True
             text = (

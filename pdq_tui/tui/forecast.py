@@ -1,4 +1,5 @@
-"""What a policy would take on the loaded model, before it is applied: bytes a stage, extra bytes, whether it fits."""
+"""What a policy would take on the loaded model, before it is applied: bytes a stage, extra bytes, whether it fits, and the
+least time that a decode step can take here."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from textual.widgets import Static
 from pdq_tui.core.kernels import Capability, load_kernels
 from pdq_tui.core.metrics import format_bytes
 from pdq_tui.core.policy import STAGES, Policy
-from pdq_tui.core.predict import Prediction, predict, to_pack
+from pdq_tui.core.predict import Prediction, predict, step_bytes, to_pack
 from pdq_tui.core.shapes import Shapes, read_shapes
 from pdq_tui.core.tuned import in_use
 from pdq_tui.errors import PdqError, UnfitError
@@ -37,6 +38,8 @@ class Question:
     request         sequences of the largest request, and the positions that each needs room for; None: no workload yet.
     resident        policies that arms have ready.
     free, budget    bytes that may still be taken, bytes that all packed weights may take; None: not known, no limit.
+    positions       tokens in the KV cache in the middle of the longest prompt's answer.
+    read_gbps       the device's measured read peak, GB/s; None: not measured.
     """
 
     policy: Policy
@@ -48,17 +51,22 @@ class Question:
     resident: tuple[Policy, ...]
     free: int | None
     budget: int | None
+    positions: int = _PROMPT_TOKENS
+    read_gbps: float | None = None
 
 
 @dataclass(frozen=True)
 class Forecast:
     """``new_bytes``: to be packed; ``packed_bytes``: packed already, of all arms; ``kv_bytes``: the most that one request
-    takes in KV cache beside what other arms' requests have taken, 0 where no workload says."""
+    takes in KV cache beside what other arms' requests have taken, 0 where no workload says; ``step_bytes``: what one
+    decode step reads at least, None with the reason in ``step_reason``."""
 
     prediction: Prediction
     new_bytes: int
     packed_bytes: int
     kv_bytes: int
+    step_bytes: int | None = None
+    step_reason: str = ""
 
 
 def ask(policy: Policy, view: SessionView, budget: int | None) -> Question | str:
@@ -78,6 +86,8 @@ def ask(policy: Policy, view: SessionView, budget: int | None) -> Question | str
         tuple(arm.ready.policy for _, arm in sorted(view.arms.items()) if arm.ready is not None),
         free_bytes(view),
         budget,
+        longest + (work.workload.output_tokens // 2 if work else 0),
+        view.device.read_peak_gbps,
     )
 
 
@@ -101,7 +111,10 @@ def answer(question: Question, shapes: Shapes) -> Forecast:
         table = msgspec.structs.replace(table, tuned=in_use(kind, dict(question.tuned)).table)
     where = (shapes, table, *question.rows, question.capability)
     new, packed = to_pack(question.policy, question.resident, *where)
-    return Forecast(predict(question.policy, *where), new, packed, _kv_bytes(question, shapes))
+    prediction = predict(question.policy, *where)
+    batch = question.rows[1]
+    step, why = step_bytes(prediction, question.policy, shapes, batch, question.positions)
+    return Forecast(prediction, new, packed, _kv_bytes(question, shapes), step, why)
 
 
 def _kv_bytes(question: Question, shapes: Shapes) -> int:
@@ -137,8 +150,38 @@ def fit(question: Question, forecast: Forecast) -> tuple[bool | None, str]:
     return wanted <= question.free, f"{new}, {format_bytes(question.free)} free"
 
 
+def floor_ms(question: Question, forecast: Forecast) -> tuple[float | None, str]:
+    """The least TPOT in ms: what a step reads over the measured read peak, all overhead left out; None with the reason."""
+    if forecast.step_bytes is None:
+        return None, forecast.step_reason
+    if not question.read_gbps:
+        return None, "no read peak measured"
+    return forecast.step_bytes / (question.read_gbps * 1e6), ""
+
+
+def floor_words(question: Question, forecast: Forecast, width: int) -> str:
+    """The decode floor in one line of ``width`` cells."""
+    least, why = floor_ms(question, forecast)
+    reads = "" if forecast.step_bytes is None else format_bytes(forecast.step_bytes)
+    if least is None:
+        forms = [f"decode floor n/a: {literal(why)}"]
+        forms = [f"{forms[0]}; a step reads {reads}", *forms] if reads else forms
+    else:
+        bound = f"TPOT ≥ {least:.3g} ms"
+        peak = f"{question.read_gbps:.4g} GB/s"
+        forms = [
+            f"decode floor: {reads} a step at {question.positions} tokens, {bound} at {peak} read",
+            f"decode floor: {reads} a step, {bound} at {peak}",
+            f"decode floor: {bound} ({reads} a step)",
+            f"decode floor: {bound}",
+            bound,
+        ]
+    return next((text for text in forms if len(text) <= width), forms[-1])
+
+
 def words(question: Question, forecast: Forecast, width: int) -> list[str]:
-    """Three lines for ``width`` cells: each stage's weights, what is stored and a token takes, and whether it fits."""
+    """Lines for ``width`` cells: each stage's weights, what is stored and a token takes, the decode floor, and whether it
+    fits. Four; three where there is room for few."""
     p = forecast.prediction
     size = {stage: format_bytes(p.stages[stage].bytes) for stage in STAGES}
     kv = "n/a" if p.kv_bytes_per_token is None else f"{p.kv_bytes_per_token} B"
@@ -146,15 +189,24 @@ def words(question: Question, forecast: Forecast, width: int) -> list[str]:
     head = {True: "✓ fits", False: "✗ does not fit", None: "? fits"}[good]
     if width < 44:
         copy = f"+{format_bytes(p.extra_bytes)} copy" if p.extra_bytes else "no copy"
+        least, _ = floor_ms(question, forecast)
+        token, new = f"{copy} KV {kv}", f"{head}: {format_bytes(forecast.new_bytes)} new"
+        floor = "TPOT ≥ n/a" if least is None else floor_words(question, forecast, width)
+        ends = (f"{new}, {floor}", f"{head}, {floor}", head)
         return [
             "  ".join(f"{stage[0].upper()} {text}" for stage, text in size.items()),
-            f"{copy} KV {kv}",
-            f"{head}: {format_bytes(forecast.new_bytes)} new",
+            token if len(token) <= width else copy,
+            next(text for text in ends if len(text) <= width or text == head),
         ]
     extra = f"+{format_bytes(p.extra_bytes)} for a second copy" if p.extra_bytes else "no second copy"
+    floor = floor_words(question, forecast, width)
+    fits = f"{head}: {why}"
+    if len(fits) > width:
+        free = "" if question.free is None else f", {format_bytes(question.free)} free"
+        fits = f"{head}: {format_bytes(forecast.new_bytes + forecast.kv_bytes)} new{free}"
     if width < 70:
         stages = " · ".join(f"{stage} {text}" for stage, text in size.items())
-        return [stages, f"{extra.replace('for a ', '')} · KV {kv}/token", f"{head}: {why}"]
+        return [stages, f"{extra.replace('for a ', '')} · KV {kv}/token", floor, fits]
     formats = {stage: literal(question.policy.stage(stage).format.label) for stage in STAGES}
     stored = f"  {format_bytes(p.stored_bytes)} stored, {extra}"
     kept = f", {format_bytes(p.kept_bytes)} kept as they are" if p.kept_bytes else ""
@@ -162,14 +214,15 @@ def words(question: Question, forecast: Forecast, width: int) -> list[str]:
     return [
         "predicted weights: " + "   ".join(f"{s} {formats[s]} {text}" for s, text in size.items()),
         stored + (kept if len(stored + kept + token) <= width else "") + token,
-        f"{head}: {why}",
+        floor,
+        fits,
     ]
 
 
 class ForecastLines(Static):
     """Shows the forecast for one policy; what costs time (file headers, every layer's kernel) is done in a thread."""
 
-    DEFAULT_CSS = "ForecastLines { height: auto; max-height: 3; padding: 0 1; }"
+    DEFAULT_CSS = "ForecastLines { height: auto; max-height: 4; padding: 0 1; }"
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id, markup=False)

@@ -312,7 +312,7 @@ class LineList(ScrollView, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         scroll_x, scroll_y = self.scroll_offset
-        width, index = self.size.width, y + scroll_y
+        width, index = self.scrollable_content_region.width, y + scroll_y  # a scroll bar covers no mark
         base = self.rich_style
         if not 0 <= index < len(self.lines):
             return Strip.blank(width, base)

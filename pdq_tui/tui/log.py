@@ -10,12 +10,14 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from pdq_tui.host.view import NoteView, SessionView
-from pdq_tui.tui.lines import Line, LineList, drawn, fit, literal, title, widest
+from pdq_tui.tui.lines import Line, LineList, cells, drawn, fit, literal, title, widest, wrapped
 from pdq_tui.tui.log_tail import LogTail
 from pdq_tui.tui.page import Page
 
 _ROLES = {"info": "", "warn": "warn", "error": "bad"}
 _MARKS = {"info": " ", "warn": "!", "error": "✗"}
+#: Cells before an event's text: the time, its mark and the blanks between; what does not fit goes on below the text.
+_EVENT_INDENT = 11
 
 
 class LogScreen(Page):
@@ -40,7 +42,7 @@ class LogScreen(Page):
         super().__init__()
         self.levels = {"info", "warn", "error"}
         self.tail: LogTail | None = None
-        self._shown: object = None
+        self._shown: tuple[tuple[NoteView, ...], int] | None = None
 
     def compose_body(self) -> ComposeResult:
         for name, heading in (("events", "events"), ("engine", "engine log")):
@@ -87,22 +89,24 @@ class LogScreen(Page):
             self.app.call_from_thread(self._show_engine, tail, lines, widest(lines), wanted, total)
 
     def _show_events(self, notes: tuple[NoteView, ...], force: bool = False) -> None:
-        if notes is self._shown and not force:
+        box = self.query_one("#events", LineList)
+        # Its own cells but for a scroll bar's, which comes and goes with the lines.
+        width = max(20, box.size.width - 1 - _EVENT_INDENT)
+        if not force and self._shown is not None and self._shown[0] is notes and self._shown[1] == width:
             return
-        self._shown = notes
-        lines = []
+        self._shown = notes, width
+        lines: list[Line] = []
+        shown = 0
         for note in notes:
             text = drawn(self.app, literal(note.text) + (f" ({literal(note.hint)})" if note.hint else ""))
             if note.level in self.levels and self.wanted in text.lower():
-                mark = drawn(self.app, _MARKS.get(note.level, " "))
-                lines.append(
-                    Line(((f"{note.clock} ", "dim"), (f"{mark} {text}", _ROLES.get(note.level, ""))))
-                )
-        box = self.query_one("#events", LineList)
+                mark, role = drawn(self.app, _MARKS.get(note.level, " ")), _ROLES.get(note.level, "")
+                first, *more = wrapped(text, width) if cells(text) > width else [text]
+                lines.append(Line(((f"{note.clock} ", "dim"), (f"{mark} {first}", role))))
+                lines += [Line.of(" " * _EVENT_INDENT + part, role) for part in more]
+                shown += 1
         box.set_lines(lines)
-        box.border_subtitle = (
-            f"{len(lines)} of {len(notes)}  levels {' '.join(sorted(self.levels)) or 'none'}"
-        )
+        box.border_subtitle = f"{shown} of {len(notes)}  levels {' '.join(sorted(self.levels)) or 'none'}"
 
     def _show_engine(self, tail: LogTail, lines: list[Line], width: int, wanted: str, total: int) -> None:
         if tail is not self.tail or wanted != self.wanted:
@@ -115,6 +119,9 @@ class LogScreen(Page):
         )  # the library would cut with a non-ASCII …
 
     # -- what is shown
+
+    def resized(self) -> None:
+        self.call_after_refresh(self._tick)  # the events are wrapped at their panel's width
 
     def filtered(self) -> None:
         self._redraw()

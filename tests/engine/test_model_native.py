@@ -151,12 +151,14 @@ def test_N01_what_is_not_finite_shows_in_its_row_and_only_there(op: str, bad: fl
     assert torch.isfinite(out[1:]).all()
 
 
-def test_narrow_vectors_multiply_the_same_where_wide_ones_are_built(tmp_path: Path) -> None:
-    """A machine with AVX-512 builds other code: what a machine without it runs is built and tried here as well."""
+@pytest.mark.parametrize("without", ["avx512f", "avx512vbmi"])
+def test_code_for_lesser_machines_multiplies_the_same(without: str, tmp_path: Path) -> None:
+    """A machine with AVX-512 builds other code: what a machine without it, or without its byte permutations, runs is built and
+    tried here as well."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         pytest.skip("this machine builds the narrow ones anyway")
     wrapper = tmp_path / "g++"
-    wrapper.write_text(f'#!/bin/sh\nexec {native.compiler()} "$@" -mno-avx512f\n')
+    wrapper.write_text(f'#!/bin/sh\nexec {native.compiler()} "$@" -mno-{without}\n')
     wrapper.chmod(0o755)
     own = "multiplies_what_is_stored or exact_in_float32 or leaves_other or N01 or zeros_give"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", own, __file__]

@@ -63,8 +63,13 @@ def rig(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.mark.parametrize("policy", ["bf16", "int8", "w8a8", "int4", "w8a8-prefill-int4-decode"])
 def test_a_burst_by_stage(rig: Rig, policy: str, tmp_path: Path) -> None:
     rig.arm(policy)
-    done = rig.trace(tmp_path / "trace")
-    assert done.failed is None
+    for _ in range(
+        3
+    ):  # a few ms are measured: whoever takes the core between the two clocks takes a third of them
+        done = rig.trace(tmp_path / "trace")
+        assert done.failed is None
+        if all(s.trace_ms == pytest.approx(s.timer_ms, rel=0.05) for s in done.stages):
+            break
     assert (done.policy, done.steps, done.prompt_tokens) == (policy, 4, 24)
     assert [s.stage for s in done.stages] == ["prefill", "decode"]
     assert [s.steps for s in done.stages] == [1, 4]

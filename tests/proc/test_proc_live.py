@@ -220,10 +220,14 @@ def test_S05_a_leftover_is_told_and_left_alone(live: Live, run: Run) -> None:
     try:
         earlier = new_run()
         earlier.track(sleeper.pid, "engine")
+        (earlier.path / "events.jsonl").write_text('{"type":"request","v":1}\n')
         lock = earlier.path / "lock.json"
         lock.write_text(lock.read_text().replace(f'"pid": {os.getpid()}', '"pid": 999999999'))
         session = live()
         view = until(session, lambda v: any(earlier.id in n.text for n in v.notes))
+        short = earlier.id.rpartition("-")[2]
+        kept = next(n for n in view.notes if n.text.startswith(f"the app of run {short} was killed"))
+        assert kept.level == "warn" and kept.hint == f"to compare it: pdq-tui snapshots make {short}"
         note = next(n for n in view.notes if earlier.id in n.text)
         assert note.level == "warn" and note.hint == f"to end it: kill {sleeper.pid}"
         assert sleeper.poll() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,7 +31,7 @@ from pdq_tui.core.protocol import (
     WorkerStarted,
 )
 from pdq_tui.core.workload import Workload
-from pdq_tui.host.runs import Run, end_leftover, leftovers
+from pdq_tui.host.runs import Run, cut_short, end_leftover, leftovers
 from pdq_tui.host.sentences import exit_sentence
 from pdq_tui.host.supervisor import Supervisor
 
@@ -186,6 +187,32 @@ def test_S05_a_leftover_is_recognised_and_offered_not_killed(run: Run) -> None:
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+def test_S05_a_killed_app_s_measurements_are_found_and_told_once(run: Run) -> None:
+    def again() -> list[str]:
+        return [place.name for place in cut_short([run.path.parent])]
+
+    run.track(999999998, "engine")  # ended long ago
+    lock, journal = run.path / "lock.json", run.path / "events.jsonl"
+    journal.write_text('{"type":"hello","v":1}\n{"type":"request","v":1}\n')
+    assert again() == [], "its app, we, is alive"
+    lock.write_text(lock.read_text().replace(f'"pid": {os.getpid()}', '"pid": 999999999'))
+    assert again() == [run.id]
+    journal.write_text('{"type":"hello","v":1}\n')
+    assert again() == [], "nothing was measured"
+    journal.write_text('{"type":"request","v":1}\n')
+    saved = run.path / "snapshots" / "001" / "manifest.json"
+    saved.parent.mkdir(parents=True)
+    saved.write_text("{}")
+    assert again() == [], "a snapshot has it"
+    saved.unlink()
+    lock.write_text(lock.read_text().replace(f'"host": "{socket.gethostname()}"', '"host": "elsewhere"'))
+    assert again() == [], "another machine's, of a shared home"
+    lock.write_text(lock.read_text().replace('"host": "elsewhere"', f'"host": "{socket.gethostname()}"'))
+    assert again() == [run.id]
+    assert leftovers() == [] and not lock.exists()
+    assert again() == [], "told once"
 
 
 def test_S05_a_recycled_pid_is_nobody_s_leftover(run: Run) -> None:

@@ -47,6 +47,7 @@ async def test_all_formats_of_this_run_are_written_and_named(tmp_path: Path) -> 
         await pilot.press("enter")
         await settle(pilot)
         assert dialog(app).told.startswith("6 files in ") and "report-ratios.csv" in dialog(app).told
+        assert dialog(app).told.endswith("esc close"), "the way out is said when all is done, too"
         folder = app.session.run_dir
         assert set(os.listdir(folder)) == {  # noqa: PTH208
             "report.md", "report.json", "report.csv", "report-ratios.csv", "report.parquet", "report-ratios.parquet",

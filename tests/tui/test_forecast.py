@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from fake_views import BASE, STAGED, arm_view, cpu_sensors, demo_model, gpu_sensors, make_view, starting_view
-from made_model import KV, LAYERS, LINEARS, made_model
+from made_model import HIDDEN, KV, LAYERS, LINEARS, VOCAB, made_model
 from small_app import SmallApp, settle, text_of
 from textual.pilot import Pilot
 
@@ -127,6 +127,27 @@ async def shown(app: SmallApp, pilot: Pilot[Any]) -> str:
     await settle(pilot)
     await settle(pilot)
     return str(app.screen.query_one("#forecast", forecast.ForecastLines).content)
+
+
+def test_the_decode_floor_is_what_a_step_reads_over_the_measured_peak(model: Path) -> None:
+    head = VOCAB * HIDDEN * 2  # the embedding in bf16, read whole as the head
+    view = view_of(model, arms={})
+    question, found = told(view, "int4")
+    middle = 512 + 64 // 2
+    assert question.positions == middle
+    assert found.step_bytes == INT4 + head + middle * KV_TOKEN
+    assert view.device is not None
+    for peak, floor in ((20.0, found.step_bytes / 20e6), (None, None)):
+        device = msgspec.structs.replace(view.device, read_peak_gbps=peak)
+        question, found = told(dataclasses.replace(view, device=device), "int4")
+        assert forecast.floor_ms(question, found)[0] == pytest.approx(floor)
+        for width in (80, 60, 47, 25):
+            said = forecast.words(question, found, width)
+            assert [line for line in said if len(line) > width] == []
+            assert len(said) == (3 if width == 25 else 4)
+            wanted = "n/a" if floor is None else f"≥ {floor:.3g} ms"
+            assert wanted in " ".join(said)
+            assert any(line.startswith("✓ fits") for line in said), "seen at every width"
 
 
 async def test_the_editor_foresees_each_change_and_applies_nothing(model: Path, tmp_path: Path) -> None:

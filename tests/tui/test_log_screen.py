@@ -12,6 +12,7 @@ from small_app import NASTY, SmallApp, at_every_size, settle, text_of
 
 from pdq_tui.host.view import NoteView
 from pdq_tui.tui import log_tail
+from pdq_tui.tui.lines import LineList
 from pdq_tui.tui.log import LogScreen
 from pdq_tui.tui.log_tail import Entry, LogTail, entry
 
@@ -126,6 +127,38 @@ async def test_events_and_engine_log_with_levels_and_filter(app: SmallApp) -> No
         await pilot.press("l")
         await settle(pilot)
         assert "old line" in text_of(app)
+
+
+@pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 36)])
+async def test_a_long_event_is_read_to_its_end_at_every_size(tmp_path: Path, size: tuple[int, int]) -> None:
+    why = " ".join(f"reason{n}" for n in range(12))
+    hint = " ".join(f"way{n}" for n in range(12))
+    app = SmallApp(LogScreen, tmp_path, notes=(NoteView("06:30:01", "error", why, hint), *NOTES))
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settle(pilot)
+        await pilot.resize_terminal(*size)
+        await settle(pilot)
+        box = app.screen.query_one("#events", LineList)
+        box.focus()
+        await pilot.press("g")
+        await settle(pilot)
+        rows = text_of(app).splitlines()[box.region.y + 1 : box.region.bottom - 1]
+        told = " ".join(" ".join(row.strip("│▁▂▃▄▅▆▇█▔ ") for row in rows).split())
+        assert f"06:30:01 ✗ {why} ({hint}) 06:30:01 engine started" in told
+        assert ">" not in told
+        assert str(box.border_subtitle).startswith("4 of 4"), "events are counted, not lines"
+
+
+@pytest.mark.parametrize("count", [3, 60], ids=["all_seen", "scrolled"])
+async def test_a_line_that_is_cut_says_so_beside_a_scroll_bar_too(app: SmallApp, count: int) -> None:
+    log_file(app).write_bytes(b"".join(b"%d " % n + b"x" * 200 + b"\n" for n in range(count)))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        box = app.screen.query_one("#engine", LineList)
+        rows = text_of(app).splitlines()[box.region.y + 1 : box.region.bottom - 1]
+        cut = [row for row in rows if "xxx" in row]
+        place = -3 if count == 60 else -2  # the bar is between it and the frame
+        assert cut and all(row[place] == ">" for row in cut)
 
 
 async def test_it_follows_until_scrolled_up(app: SmallApp) -> None:

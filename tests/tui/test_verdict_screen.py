@@ -162,6 +162,14 @@ async def test_none_yet_says_what_to_press(app: SmallApp, folder: Path) -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
         assert "r runs the whole protocol" in words(app)
+        for size in ((80, 24), (60, 20)):  # a newcomer reads the sentences to their ends
+            await pilot.resize_terminal(*size)
+            await settle(pilot)
+            box = app.screen.query_one("#word", LineList)
+            rows = text_of(app).splitlines()[box.region.y + 1 : box.region.bottom - 1]
+            assert len(rows) == len(box.lines)
+            told = " ".join(" ".join(row.strip("│ ") for row in rows).split())
+            assert "one word with its evidence" in told and told.endswith("when the app is closed")
         await pilot.press("r")
         await settle(pilot)
         assert isinstance(app.screen, Pick)

@@ -270,3 +270,16 @@ def test_the_report_has_a_way_back_with_the_evaluations_own_limits() -> None:
 def test_I01_hostile_names_do_not_leave_their_place() -> None:
     text = markdown([at("vllm", msgspec.structs.replace(STAGED, name="a|b`<i>"))], "/m/```\n# x")
     assert "\n# x" not in text and "<i>" not in text.replace("\\<", "")
+
+
+def test_an_evaluation_takes_the_links_rate_that_it_was_given() -> None:
+    found = made_evaluation.found()
+    found["conditions"]["kv"] = {"bf16": {"bytes_per_token": 1000, "dtype": "bf16"}}
+    found["conditions"]["model"]["dtype"] = "bfloat16"
+    for gbps, said in ((None, "--link GB/s names yours"), (2.0, "0.256 ms at 2 GB/s")):
+        spec = msgspec.structs.replace(made_evaluation.SPEC, link_gbps=gbps)
+        shown = evaluated(spec, found).page()
+        table = next(t for t in shown.tables if "on serving engines" in t.title)
+        assert any(said in cell for row in table.rows for cell in row) or any(
+            said in line for line in table.footer
+        )

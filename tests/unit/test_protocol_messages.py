@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import typing
@@ -49,10 +50,11 @@ def value_of(kind: Any, floats: st.SearchStrategy[float]) -> st.SearchStrategy[A
     if isinstance(kind, msgspec.inspect.DictType):
         return st.dictionaries(value_of(kind.key_type, floats), value_of(kind.value_type, floats), max_size=3)
     if isinstance(kind, msgspec.inspect.StructType):
-        return struct_of(kind.cls, floats)
+        return st.deferred(lambda: struct_of(kind.cls, floats))  # a struct may hold others of its kind
     raise NotImplementedError(kind)
 
 
+@functools.cache
 def struct_of(cls: Any, floats: st.SearchStrategy[float] = FINITE) -> st.SearchStrategy[Any]:
     info = typing.cast(msgspec.inspect.StructType, msgspec.inspect.type_info(cls))
     fields = {f.name: value_of(f.type, floats) for f in info.fields if f.name not in ("v", "t_ns")}

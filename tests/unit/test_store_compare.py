@@ -165,6 +165,16 @@ def test_runs_apart_are_compared_with_care(snap: Any) -> None:
     assert any("not interleaved" in n for n in c.notes)
 
 
+def test_too_few_blocks_are_not_called_no_interleaving(snap: Any) -> None:
+    """A newcomer who pressed x, and then s at once, is told to wait, and not to press x."""
+
+    def note(blocks: int) -> str:
+        return " ".join(compare(snap({"bf16": (100, 50), "int4": (180, 26)}, blocks=blocks)).notes)
+
+    assert "interleaved with the reference for 1 whole block: from 2 on" in note(1)
+    assert "interleaved" not in note(2)
+
+
 def test_T09_a_drift_inside_a_run_widens_the_threshold(snap: Any) -> None:
     """The same policy twice: the second run began on the machine that the first one had heated."""
     one = snap({"bf16": (100, 50)}, run="20260101T000000Z-aaaa", drift=lambda n: 0.003 * n)[0]

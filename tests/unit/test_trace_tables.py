@@ -80,6 +80,25 @@ def test_bytes_and_flops_come_from_the_shapes_or_are_not_known() -> None:
     assert (rows["aten::mul"].bytes, rows["aten::mul"].flops) == (None, None)
 
 
+def test_products_of_the_same_rows_are_counted_together() -> None:
+    """As torch writes a list's shapes; its dtypes are not told."""
+
+    def work(name: str, width: int) -> tuple[int | None, float | None]:
+        matrix = [[32, width], [32, 2, 2], [0], [32]]
+        return tracing.work(
+            name,
+            {
+                "Input Dims": [[5, 64], [*matrix, *matrix], [], [[5, 32], [5, 32]]],
+                "Input type": ["c10::BFloat16", "TensorList", "ScalarList", "TensorList"],
+            },
+        )
+
+    flops, around = 2 * 2 * 5 * 64 * 32, 2 * (5 * 64 + 2 * 5 * 32) + 2 * (2 * 128 + 2 * 32)
+    assert work("pdq_native::products_int4_2", 32) == (around + 2 * 32 * 32, flops)
+    assert work("pdq_native::products_dense_2", 64) == (around + 2 * 32 * 64 * 2, flops)
+    assert work("pdq_native::products_mixed_2", 64) == (None, flops)
+
+
 @pytest.mark.parametrize(
     ("name", "within", "rows", "expected"),
     [
@@ -96,6 +115,8 @@ def test_bytes_and_flops_come_from_the_shapes_or_are_not_known() -> None:
         ("aten::copy_", (tracing.KV,), None, "KV"),
         ("aten::max", (tracing.SAMPLE,), None, "sampling"),
         ("aten::mul", (), None, "norm/rope/elementwise"),
+        ("pdq_native::products_int8_3", (), 512, "weight GEMM"),
+        ("pdq_native::add_norm", (), None, "norm/rope/elementwise"),
         ("aten::cat", (), None, "copies"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", (), 512, "weight GEMM"),
         ("void cutlass::Kernel<cutlass_80_tensorop_s8_i16832gemm>", (), 2, "weight GEMV"),
@@ -243,5 +264,8 @@ def test_a_policy_whose_kernels_are_not_those_of_its_name_is_flagged() -> None:
     assert unmatched(whole, 2, placed, table) == []
     assert unmatched({"pdq_native::layer_int8": 60, "pdq_native::dense": 2}, 2, placed, table)
     assert unmatched({"pdq_native::layer_int4": 59, "pdq_native::dense": 2}, 2, placed, table)
+    grouped = {f"pdq_native::products_int4_{n}": calls for n, calls in ((3, 60), (2, 60), (1, 120))}
+    assert unmatched(grouped | {"pdq_native::dense": 2}, 2, placed, table) == []
+    assert unmatched(grouped | {"pdq_native::products_int4_2": 59}, 2, placed, table)
     stage = StageTrace(stage="decode", steps=2, where="cpu", trace_ms=1.0, unmatched=found)
     assert flagged("int4", [stage])[0].startswith("int4: decode does not run what it says")

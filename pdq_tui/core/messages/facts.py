@@ -93,7 +93,7 @@ class Coverage(msgspec.Struct, kw_only=True):
 
     formats        parameters by format
     kernels        linear layers by kernel
-    runner         what runs the decoder layers: "native" (one call of our own a layer), "inductor" (one compiled program) or
+    runner         what runs the decoder layers: "native" (calls of our own: decode's one a layer), "inductor" (one compiled program) or
                    "eager" (transformers' modules)
     runner_reason  why nothing better does; None where nothing better is known here
     source         the checkpoint that the stage's weights come from; "" for the model itself

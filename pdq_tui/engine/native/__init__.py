@@ -110,7 +110,9 @@ def load(library: Path) -> None:
             return
         for name in ("dense", "int8", "int4", "nested"):
             torch.library.register_fake(f"pdq_native::{name}", _shape)
-        for name in ("widen_int4", "widen_nested"):
+        for name in ("norm", "add_norm"):
+            torch.library.register_fake(f"pdq_native::{name}", torch.empty_like)
+        for name in ("widen_int4", "widen_nested", "add", "turn", "gated"):
             torch.library.register_fake(f"pdq_native::{name}", _nothing)
         if hasattr(torch.ops.pdq_native, "causal"):  # only where AVX512-BF16 was built
             torch.library.register_fake("pdq_native::causal", _prompt_shape)

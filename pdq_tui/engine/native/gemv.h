@@ -64,7 +64,7 @@ inline void channel_int8(const Activations& x, int64_t from, const int8_t* w, co
   }
 }
 
-// Sums of the activations by group of weights, each row's rounded up to eight groups with zeros. A unit is the longest run
+// Sums of the activations by group of weights, each row's rounded up to sixteen groups with zeros. A unit is the longest run
 // of columns under one scale of either side; factors: the activations' scale of each, rows × span, zeros beyond the units.
 struct Groups {
   int64_t group, groups, padded, unit, units, span;
@@ -72,8 +72,8 @@ struct Groups {
 
   int64_t room(int64_t rows) const { return (rows + 1) * span + padded; }
 
-  Groups(const Activations& x, int64_t group) : group(group), groups(x.k / group), padded((groups + 7) / 8 * 8) {
-    unit = group == HALF ? HALF : BLOCK, units = x.k / unit, span = (units + 7) / 8 * 8;
+  Groups(const Activations& x, int64_t group) : group(group), groups(x.k / group), padded((groups + 15) / 16 * 16) {
+    unit = group == HALF ? HALF : BLOCK, units = x.k / unit, span = (units + 15) / 16 * 16;
     sums.assign(x.rows * padded, 0.0f);
     const int64_t halves = x.k / HALF;
     factors.assign(x.rows * span, 0.0f);

@@ -7,6 +7,7 @@
 // head's norm and its turn; not inside of them.
 #pragma once
 
+#include "around.h"
 #include "cache_ops.h"
 #include "linear.h"
 
@@ -19,64 +20,6 @@ struct Layer {
   const T *q_norm, *k_norm;  // over a head's dimension; null: none
   float eps;
 };
-
-template <typename T>
-float rounded(float x) {
-  T narrow;
-  store(&narrow, x);
-  return widen(narrow);
-}
-
-// x / rms(x) · weight (Zhang and Sennrich, arXiv 1910.07467).
-template <typename T, typename O>
-void rms_norm(const T* x, const T* weight, int64_t n, float eps, O* out) {
-  __m256 acc = _mm256_setzero_ps();
-  float squares = 0.0f;
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    const __m256 v = load8(x + i);
-    acc = _mm256_fmadd_ps(v, v, acc);
-  }
-  for (; i < n; ++i) squares += widen(x[i]) * widen(x[i]);
-  const float by = 1.0f / std::sqrt((squares + sum8(acc)) / static_cast<float>(n) + eps);
-  const __m256 all = _mm256_set1_ps(by);
-  for (i = 0; i + 8 <= n; i += 8) store8(out + i, _mm256_mul_ps(_mm256_mul_ps(load8(x + i), all), load8(weight + i)));
-  for (; i < n; ++i) store(out + i, widen(x[i]) * by * widen(weight[i]));
-}
-
-// A head's row: normed where there is a norm, turned by its position (Su and others, arXiv 2104.09864), halves paired.
-template <typename T>
-void turned(const T* x, const T* norm, float eps, const T* cos, const T* sin, int64_t D, float* room, float* out) {
-  if (norm == nullptr) {
-    for (int64_t i = 0; i < D; ++i) room[i] = widen(x[i]);
-  } else {
-    rms_norm(x, norm, D, eps, room);
-    for (int64_t i = 0; i < D; ++i) room[i] = rounded<T>(room[i]);
-  }
-  const int64_t half = D / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    out[i] = rounded<T>(room[i] * widen(cos[i]) - room[i + half] * widen(sin[i]));
-    out[i + half] = rounded<T>(room[i + half] * widen(cos[i + half]) + room[i] * widen(sin[i + half]));
-  }
-}
-
-// to = x · sigmoid(x) · other, n a multiple of 8.
-template <typename T>
-void silu_times(const T* x, const T* other, int64_t n, T* to) {
-  const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
-  for (int64_t i = 0; i < n; i += 8) {
-    const __m256 v = load8(x + i), e = exp8(_mm256_or_ps(v, sign));  // e^-|x|
-    const __m256 share = _mm256_div_ps(_mm256_blendv_ps(one, e, v), _mm256_add_ps(one, e));
-    store8(to + i, _mm256_mul_ps(_mm256_mul_ps(v, share), load8(other + i)));
-  }
-}
-
-// out += x for channels [first, last) of all rows, rounded.
-template <typename T>
-void add(const T* x, int64_t rows, int64_t stride, int64_t first, int64_t last, T* out) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t n = first; n < last; ++n) store(out + r * stride + n, widen(out[r * stride + n]) + widen(x[r * stride + n]));
-}
 
 // Some matrices side by side against the same rows: channels [first, last) of all of them together.
 template <typename T, size_t COUNT>
@@ -141,9 +84,12 @@ void run_layer(const Layer<T>& layer, const T* x, const Turns<T>& turns, const C
     for (int64_t head = 0; head < B * cache.kv_heads; ++head)
       for (int64_t g = 0; g < G; ++g) attention.join(head, g, room.data(), rows.data() + (head * G + g) * D);
     const Share mine(hidden);
+    const auto add_share = [&](const T* from, T* to) {
+      for (int64_t b = 0; b < B; ++b) add_row(from + b * hidden + mine.first, mine.last - mine.first, to + b * hidden + mine.first);
+    };
     in.read(rows.data(), B, layer.o);
     few_rows(layer.o, in, mine.first, mine.last, state.data(), hidden);
-    add(x, B, hidden, mine.first, mine.last, state.data());
+    add_share(x, state.data());
 #pragma omp barrier
     for (int64_t b = 0; b < B; ++b) rms_norm(state.data() + b * hidden, layer.before_mlp, hidden, layer.eps, rows.data() + b * hidden);
     const Share inside(inner);
@@ -158,7 +104,7 @@ void run_layer(const Layer<T>& layer, const T* x, const Turns<T>& turns, const C
 #pragma omp barrier
     in.read(gate.data(), B, layer.down);
     few_rows(layer.down, in, mine.first, mine.last, out, hidden);
-    add(state.data(), B, hidden, mine.first, mine.last, out);
+    add_share(state.data(), out);
   }
 }
 

@@ -41,21 +41,34 @@ inline int64_t most_few(Form form) {
 template <int n>
 using Count = std::integral_constant<int, n>;
 
+// Calls f(R as a constant) for a number of rows up to MOST.
+template <int64_t MOST, typename F>
+void counted(int64_t rows, F f) {
+  switch (rows) {
+    case 8: if constexpr (MOST >= 8) f(Count<8>{}); break;
+    case 7: if constexpr (MOST >= 8) f(Count<7>{}); break;
+    case 6: if constexpr (MOST >= 8) f(Count<6>{}); break;
+    case 5: if constexpr (MOST >= 8) f(Count<5>{}); break;
+    case 4: f(Count<4>{}); break;
+    case 3: f(Count<3>{}); break;
+    case 2: f(Count<2>{}); break;
+    default: f(Count<1>{});
+  }
+}
+
 // Calls f(R, first of R rows, channel) until all rows × channels [first, last) are covered: a channel for all rows, so that
 // its weights come from the memory once.
 template <int64_t MOST = GEMV_ROWS, typename F>
 void by_rows(int64_t rows, int64_t first, int64_t last, F f) {
+  if (rows <= MOST) {  // decided once, not for each channel
+    counted<MOST>(rows, [&](auto R) {
+      for (int64_t n = first; n < last; ++n) f(R, 0, n);
+    });
+    return;
+  }
   for (int64_t n = first; n < last; ++n)
-    for (int64_t from = 0; from < rows; from += MOST) switch (std::min<int64_t>(MOST, rows - from)) {
-        case 8: if constexpr (MOST >= 8) f(Count<8>{}, from, n); break;
-        case 7: if constexpr (MOST >= 8) f(Count<7>{}, from, n); break;
-        case 6: if constexpr (MOST >= 8) f(Count<6>{}, from, n); break;
-        case 5: if constexpr (MOST >= 8) f(Count<5>{}, from, n); break;
-        case 4: f(Count<4>{}, from, n); break;
-        case 3: f(Count<3>{}, from, n); break;
-        case 2: f(Count<2>{}, from, n); break;
-        default: f(Count<1>{}, from, n);
-      }
+    for (int64_t from = 0; from < rows; from += MOST)
+      counted<MOST>(std::min<int64_t>(MOST, rows - from), [&](auto R) { f(R, from, n); });
 }
 
 // Channels of a thread, whole cache lines of the result where possible.
@@ -88,6 +101,9 @@ struct Input {
 #ifdef PDQ_WIDE
   wide::Bytes bytes;
 #endif
+#ifdef PDQ_NIBBLES
+  wide::Parts parts;
+#endif
 
   Input() = default;
   Input(const T* x, int64_t rows, const Linear& w) { read(x, rows, w); }
@@ -107,6 +123,9 @@ struct Input {
     }
     quantize_rows(x, rows, w.K, k, w.tokens(), w.int4(), a);
     if (w.int4()) groups.emplace(a, group);
+#ifdef PDQ_NIBBLES
+    if (w.int4()) parts.read(a, w.tokens());
+#endif
 #ifdef PDQ_WIDE
     if (form == Form::w8a8) bytes.read(a);
 #endif
@@ -164,10 +183,17 @@ void few_rows(const Linear& w, const Input<T>& in, int64_t first, int64_t last, 
       if constexpr (std::is_same_v<T, bf16>) {
         const uint8_t* weights = static_cast<const uint8_t*>(w.weight);
         std::vector<float> room(in.groups->room(GEMV_ROWS));
-        by_rows(rows, first, last, [&](auto R, int64_t r, int64_t n) {
-          if (w.group == HALF) best::channel_int4<R.value, true>(in.a, r, *in.groups, weights, scales, n, room.data(), out + r * stride, stride);
-          else best::channel_int4<R.value, false>(in.a, r, *in.groups, weights, scales, n, room.data(), out + r * stride, stride);
-        });
+        const auto by_group = [&](auto halves, auto tokens) {
+          by_rows(rows, first, last, [&](auto R, int64_t r, int64_t n) {
+#ifdef PDQ_NIBBLES
+            wide::channel_nibbles<R.value, halves.value, tokens.value>(in.a, in.parts, r, *in.groups, weights, scales, n, room.data(), out + r * stride, stride);
+#else
+            best::channel_int4<R.value, halves.value>(in.a, r, *in.groups, weights, scales, n, room.data(), out + r * stride, stride);
+#endif
+          });
+        };
+        const auto by_form = [&](auto halves) { w.tokens() ? by_group(halves, std::true_type{}) : by_group(halves, std::false_type{}); };
+        w.group == HALF ? by_form(std::true_type{}) : by_form(std::false_type{});
       }
       break;
     }

@@ -23,22 +23,18 @@ struct Heads {
   const bf16* at(int64_t b, int64_t h, int64_t p) const { return data + b * batch + h * head + p * position; }
 };
 
-// e^x for x ≤ 0, within 2 units in the last place; 0 below −87. NaN stays NaN.
-inline __m512 exp16(__m512 x) {
-  const __mmask16 none = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r), _mm512_set1_ps(1.0f));
-  return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), none, _mm512_setzero_ps());
+// 2^x for x ≤ about 0, within 4 units in the last place; 0 far below. NaN stays NaN.
+inline __m512 two_to(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);  // the second where one is NaN; −∞ − −∞ would be one
+  const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
+  __m512 p = _mm512_set1_ps(1.32669706e-03f);  // least squares of the relative error over −½ … ½, at most 1.5e-7
+  for (const float c : {9.67545994e-03f, 5.55074252e-02f, 2.40221217e-01f, 6.93146944e-01f, 1.00000012e+00f}) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(p, n);
 }
 
-// R rows of pairs, `stride` lanes apart, × a panel → R × 32 sums.
-template <int R>
-inline void multiply_pairs(const int32_t* a, int64_t stride, const int32_t* panel, int64_t width, int64_t steps, __m512 out[R][2]) {
+// R rows of pairs × a panel → R × 32 sums. Pair s of row r is a[s * STEP + r * ROW]: constants, so that an address is one register.
+template <int R, int64_t STEP, int64_t ROW>
+inline void multiply_pairs(const int32_t* a, const int32_t* panel, int64_t width, int64_t steps, __m512 out[R][2]) {
   __m512 acc[R][2];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
@@ -46,7 +42,7 @@ inline void multiply_pairs(const int32_t* a, int64_t stride, const int32_t* pane
     const __m512bh low = (__m512bh)load64(panel + s * width), high = (__m512bh)load64(panel + s * width + 16);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      const __m512bh lane = (__m512bh)_mm512_set1_epi32(a[r * stride + s]);
+      const __m512bh lane = (__m512bh)_mm512_set1_epi32(a[s * STEP + r * ROW]);
       acc[r][0] = _mm512_dpbf16_ps(acc[r][0], low, lane);
       acc[r][1] = _mm512_dpbf16_ps(acc[r][1], high, lane);
     }
@@ -95,13 +91,13 @@ struct Cache {
 
 // What a thread needs for a tile of queries.
 struct Tile {
-  std::vector<int32_t> query;                   // TILE rows of D / 2 pairs
+  std::vector<int32_t> rows, query;             // TILE rows of D / 2 pairs, and the same as a tile (wide.h)
   std::vector<float> out;                       // TILE × D, not yet divided
   alignas(64) float scores[TILE][KEYS];
   alignas(64) int32_t shares[TILE][KEYS / 2];   // pairs of bf16
   float largest[TILE], sum[TILE];
 
-  explicit Tile(int64_t D) : query(TILE * D / 2), out(TILE * D) {}
+  explicit Tile(int64_t D) : rows(TILE * D / 2), query(TILE * D / 2), out(TILE * D) {}
 };
 
 // Queries first … first + 11 (the last one again beyond P) of one head over the keys that they see. offset: keys before query 0.
@@ -109,17 +105,19 @@ struct Tile {
 inline void attend_tile(const Heads& q, int64_t b, int64_t h, int64_t first, int64_t P, int64_t offset, const Cache& cache, int64_t kv_head, float scaling,
                         int64_t window, Tile& t) {
   const int64_t D = cache.D, pairs = D / 2;
-  for (int r = 0; r < TILE; ++r) std::memcpy(t.query.data() + r * pairs, q.at(b, h, std::min(first + r, P - 1)), D * sizeof(bf16));
+  for (int r = 0; r < TILE; ++r) std::memcpy(t.rows.data() + r * pairs, q.at(b, h, std::min(first + r, P - 1)), D * sizeof(bf16));
+  interleave(t.rows.data(), TILE, pairs, pairs, t.query.data());
   std::fill(t.out.begin(), t.out.end(), 0.0f);
   std::fill(t.largest, t.largest + TILE, -std::numeric_limits<float>::infinity());
   std::fill(t.sum, t.sum + TILE, 0.0f);
   const int64_t last = offset + std::min(first + TILE, P), begin = std::max<int64_t>(0, offset + first - window + 1) / KEYS * KEYS;
+  const float by = scaling * 1.44269504f;  // e^x = 2^(x / ln 2)
   const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   for (int64_t at = begin; at < last; at += KEYS) {
     const int64_t n = (std::min(KEYS, last - at) + PANEL - 1) / PANEL * PANEL;
     for (int64_t p = 0; p < n; p += PANEL) {
       __m512 value[TILE][2];
-      multiply_pairs<TILE>(t.query.data(), pairs, cache.key_panel(kv_head, at + p), PANEL, pairs, value);
+      multiply_pairs<TILE, TILE, 1>(t.query.data(), cache.key_panel(kv_head, at + p), PANEL, pairs, value);
       for (int r = 0; r < TILE; ++r)
         for (int half = 0; half < 2; ++half) _mm512_store_ps(&t.scores[r][p + 16 * half], value[r][half]);
     }
@@ -127,24 +125,26 @@ inline void attend_tile(const Heads& q, int64_t b, int64_t h, int64_t first, int
       // Seen: positions in (query − window, query].
       const int64_t query = offset + std::min(first + r, P - 1);
       const bool whole = at + n - 1 <= query && at > query - window;
-      const __m512i high = _mm512_set1_epi32(static_cast<int>(query - at)), low = _mm512_set1_epi32(static_cast<int>(std::max<int64_t>(-1, query - window - at)));
       __m512 top = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-      for (int64_t i = 0; i < n; i += 16) {
-        __m512 s = _mm512_mul_ps(_mm512_load_ps(&t.scores[r][i]), _mm512_set1_ps(scaling));
-        if (!whole) {
+      if (whole) {
+        for (int64_t i = 0; i < n; i += 16) top = _mm512_max_ps(top, _mm512_load_ps(&t.scores[r][i]));
+      } else {
+        const __m512i high = _mm512_set1_epi32(static_cast<int>(query - at)), low = _mm512_set1_epi32(static_cast<int>(std::max<int64_t>(-1, query - window - at)));
+        for (int64_t i = 0; i < n; i += 16) {
           const __m512i p = _mm512_add_epi32(count, _mm512_set1_epi32(static_cast<int>(i)));
           const __mmask16 hidden = _mm512_cmpgt_epi32_mask(p, high) | _mm512_cmple_epi32_mask(p, low);
-          s = _mm512_mask_mov_ps(s, hidden, _mm512_set1_ps(-std::numeric_limits<float>::infinity()));
+          const __m512 s = _mm512_mask_mov_ps(_mm512_load_ps(&t.scores[r][i]), hidden, _mm512_set1_ps(-std::numeric_limits<float>::infinity()));
+          _mm512_store_ps(&t.scores[r][i], s);
+          top = _mm512_max_ps(top, s);
         }
-        _mm512_store_ps(&t.scores[r][i], s);
-        top = _mm512_max_ps(top, s);
       }
       const float most = std::fmax(t.largest[r], _mm512_reduce_max_ps(top));
       const float base = most == -std::numeric_limits<float>::infinity() ? 0.0f : most;  // nothing seen yet
-      const float keep = t.largest[r] == most ? 1.0f : std::exp(t.largest[r] - base);
+      const float keep = t.largest[r] == most ? 1.0f : std::exp2((t.largest[r] - base) * by);
+      const __m512 times = _mm512_set1_ps(by), less = _mm512_set1_ps(base * by);
       __m512 total = _mm512_setzero_ps();
       for (int64_t i = 0; i < n; i += 16) {
-        const __m512 e = exp16(_mm512_sub_ps(_mm512_load_ps(&t.scores[r][i]), _mm512_set1_ps(base)));
+        const __m512 e = two_to(_mm512_fmsub_ps(_mm512_load_ps(&t.scores[r][i]), times, less));
         total = _mm512_add_ps(total, e);
         _mm256_store_si256(reinterpret_cast<__m256i*>(&t.shares[r][i / 2]), (__m256i)_mm512_cvtneps_pbh(e));
       }
@@ -155,7 +155,7 @@ inline void attend_tile(const Heads& q, int64_t b, int64_t h, int64_t first, int
     }
     for (int64_t d = 0; d < D; d += PANEL) {
       __m512 value[TILE][2];
-      multiply_pairs<TILE>(&t.shares[0][0], KEYS / 2, cache.value_pairs(kv_head, at) + d, D, n / 2, value);
+      multiply_pairs<TILE, 1, KEYS / 2>(&t.shares[0][0], cache.value_pairs(kv_head, at) + d, D, n / 2, value);
       for (int r = 0; r < TILE; ++r)
         for (int half = 0; half < 2; ++half) {
           float* to = &t.out[r * D + d + 16 * half];

@@ -10,6 +10,8 @@
 
 #include <omp.h>
 
+#include <memory>
+
 #include "gemm.h"
 #include "gemv.h"
 
@@ -54,22 +56,8 @@ struct Bytes {
   }
 };
 
-// Rows of `steps` lanes each → tiles of TILE rows; what the last tile lacks is zeros.
-struct Tiles {
-  int64_t steps;
-  std::vector<int32_t> lanes;
-
-  Tiles(const void* rows, int64_t count, int64_t steps) : steps(steps), lanes((count + TILE - 1) / TILE * TILE * steps) {
-    const char* from = static_cast<const char*>(rows);
-    each_row(count, [&](int64_t r) {
-      int32_t* to = lanes.data() + r / TILE * TILE * steps + r % TILE;
-      for (int64_t s = 0; s < steps; ++s) std::memcpy(to + s * TILE, from + (r * steps + s) * sizeof *to, sizeof *to);
-    });
-  }
-  const int32_t* tile(int64_t first_row) const { return lanes.data() + first_row * steps; }
-};
-
-// 16 rows of 16 lanes → 16 columns, each stored PANEL lanes after the one before.
+// 16 rows of 16 lanes → 16 columns, the first `LANES` rows of each stored, STRIDE lanes after the one before.
+template <int64_t STRIDE = PANEL, int LANES = 16>
 inline void transpose16(__m512i r[16], int32_t* to) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 2) {
@@ -82,15 +70,121 @@ inline void transpose16(__m512i r[16], int32_t* to) {
     r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
     r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
+  const auto put = [to](int column, __m512i x) { _mm512_mask_storeu_epi32(to + column * STRIDE, static_cast<__mmask16>((1 << LANES) - 1), x); };
   for (int c = 0; c < 4; ++c) {  // 128-bit quarter q of r[4 g + c] is column 4 q + c of rows 4 g … 4 g + 3
     const __m512i a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), b = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
     const __m512i d = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88), e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
-    _mm512_storeu_si512(to + c * PANEL, _mm512_shuffle_i32x4(a, d, 0x88));
-    _mm512_storeu_si512(to + (4 + c) * PANEL, _mm512_shuffle_i32x4(b, e, 0x88));
-    _mm512_storeu_si512(to + (8 + c) * PANEL, _mm512_shuffle_i32x4(a, d, 0xdd));
-    _mm512_storeu_si512(to + (12 + c) * PANEL, _mm512_shuffle_i32x4(b, e, 0xdd));
+    put(c, _mm512_shuffle_i32x4(a, d, 0x88));
+    put(4 + c, _mm512_shuffle_i32x4(b, e, 0x88));
+    put(8 + c, _mm512_shuffle_i32x4(a, d, 0xdd));
+    put(12 + c, _mm512_shuffle_i32x4(b, e, 0xdd));
   }
 }
+
+// Room that is not filled with zeros first: all of it is written.
+using Lanes = std::unique_ptr<int32_t[]>;
+
+// Up to TILE rows of `steps` lanes, `stride` lanes apart, → a tile; rows that are not there are zeros. steps: a multiple of 16.
+inline void interleave(const int32_t* rows, int64_t count, int64_t stride, int64_t steps, int32_t* tile) {
+  for (int64_t s = 0; s < steps; s += 16) {
+    __m512i r[16];
+    for (int64_t i = 0; i < 16; ++i) r[i] = i < count ? load64(rows + i * stride + s) : _mm512_setzero_si512();
+    transpose16<TILE, TILE>(r, tile + s * TILE);
+  }
+}
+
+inline int64_t tiles_of(int64_t rows) { return (rows + TILE - 1) / TILE; }
+
+// Rows of `steps` lanes each → tiles of TILE rows.
+struct Tiles {
+  int64_t steps;
+  Lanes lanes;
+
+  Tiles(const void* rows, int64_t count, int64_t steps) : steps(steps), lanes(new int32_t[tiles_of(count) * TILE * steps]) {
+    const int32_t* from = static_cast<const int32_t*>(rows);
+#pragma omp parallel for schedule(static)
+    for (int64_t t = 0; t < tiles_of(count); ++t)
+      interleave(from + t * TILE * steps, std::min<int64_t>(TILE, count - t * TILE), steps, steps, lanes.get() + t * TILE * steps);
+  }
+  const int32_t* tile(int64_t first_row) const { return lanes.get() + first_row * steps; }
+};
+
+inline __m512 load16(const float* from, __mmask16 which) { return _mm512_maskz_loadu_ps(which, from); }
+inline __m512 load16(const bf16* from, __mmask16 which) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(which, from)), 16));
+}
+inline __mmask16 lanes_of(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
+
+// Largest magnitude of a row, which the bits without the sign are in the order of; infinity or more where one is not finite.
+inline float largest(const bf16* x, int64_t n) {
+  __m512i top = _mm512_setzero_si512();
+  for (int64_t i = 0; i < n; i += 32) {
+    const __mmask32 which = n - i >= 32 ? ~__mmask32{0} : static_cast<__mmask32>((1u << (n - i)) - 1);
+    top = _mm512_max_epu16(top, _mm512_and_si512(_mm512_maskz_loadu_epi16(which, x + i), _mm512_set1_epi16(0x7fff)));
+  }
+  const __m512i high = _mm512_srli_epi32(top, 16), low = _mm512_and_si512(top, _mm512_set1_epi32(0xffff));
+  return widen(bf16{static_cast<uint16_t>(_mm512_reduce_max_epu32(_mm512_max_epu32(high, low)))});
+}
+inline float largest(const float* x, int64_t n) {
+  __m512i top = _mm512_setzero_si512();
+  for (int64_t i = 0; i < n; i += 16)
+    top = _mm512_max_epu32(top, _mm512_and_si512(_mm512_castps_si512(load16(x + i, lanes_of(n - i))), _mm512_set1_epi32(0x7fffffff)));
+  const uint32_t bits = _mm512_reduce_max_epu32(top);
+  float most;
+  std::memcpy(&most, &bits, sizeof most);
+  return most;
+}
+
+// W8A8's and W4A8's activations for many rows: bytes in tiles, one scale a row as `quantize` makes it, and the sums of a row's
+// bytes in `groups` equal parts of a multiple of 32.
+struct Tokens {
+  int64_t rows, k, groups;
+  Lanes lanes;
+  std::vector<float> scale;
+  std::vector<int32_t> sums;
+
+  template <typename T>
+  Tokens(const T* x, int64_t rows, int64_t K, int64_t k, int64_t groups)
+      : rows(rows), k(k), groups(groups), lanes(new int32_t[tiles_of(rows) * TILE * (k / 4)]), scale(rows), sums(rows * groups) {
+#pragma omp parallel
+    {
+      const Lanes room(new int32_t[TILE * (k / 4)]);
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < tiles_of(rows); ++t) {
+        const int64_t count = std::min<int64_t>(TILE, rows - t * TILE);
+        for (int64_t r = 0; r < count; ++r) row(x + (t * TILE + r) * K, K, t * TILE + r, reinterpret_cast<int8_t*>(room.get() + r * (k / 4)));
+        interleave(room.get(), count, k / 4, k / 4, lanes.get() + t * TILE * (k / 4));
+      }
+    }
+  }
+  // A row that is there: tiles have more.
+  int64_t row(int64_t r) const { return std::min(r, rows - 1); }
+  const int32_t* tile(int64_t first_row) const { return lanes.get() + first_row * (k / 4); }
+
+ private:
+  template <typename T>
+  void row(const T* x, int64_t K, int64_t which, int8_t* q) {
+    const float most = largest(x, K);
+    int32_t* sum = sums.data() + which * groups;
+    if (!(most < std::numeric_limits<float>::infinity())) {  // as in `quantize`
+      std::memset(q, 0, k);
+      std::fill(sum, sum + groups, 0);
+      scale[which] = std::numeric_limits<float>::quiet_NaN();
+      return;
+    }
+    scale[which] = std::fmax(most / 127.0f, 1e-30f);
+    const __m512 by = _mm512_set1_ps(scale[which]);
+    for (int64_t i = 0; i < k; i += 16)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(q + i), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_div_ps(load16(x + i, lanes_of(K - i)), by))));
+    const __m256i ones = _mm256_set1_epi8(1);
+    for (int64_t g = 0, each = k / groups; g < groups; ++g) {
+      __m256i total = _mm256_setzero_si256();
+      for (int64_t i = g * each; i < (g + 1) * each; i += 32)
+        total = _mm256_dpbusd_epi32(total, ones, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + i)));
+      sum[g] = sum8(total);
+    }
+  }
+};
 
 // 64 columns of a row of int4 weights (0 … 15) or int8 weights as two vectors of words.
 inline void words_int4(const uint8_t* block, __m512i out[2]) {
@@ -168,53 +262,50 @@ inline void multiply(const int32_t* a, const int32_t* panel, int64_t steps, __m5
 
 inline void store16(float* to, __m512 x, __mmask16 which) { _mm512_mask_storeu_ps(to, which, x); }
 inline void store16(bf16* to, __m512 x, __mmask16 which) {  // rounds to nearest even; a NaN stays one
+#ifdef __AVX512BF16__
+  _mm256_mask_storeu_epi16(to, which, (__m256i)_mm512_cvtneps_pbh(x));
+#else
   const __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
   const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
   const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
   const __m512i kept = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x00400000));
   _mm256_mask_storeu_epi16(to, which, _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+#endif
 }
-inline __mmask16 lanes_of(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
-
 // Result of R rows × 32 channels from one panel. scale (and zero): PANEL floats, or groups × PANEL.
 struct TokensPanel {
-  const Activations& x;
-  const Tiles& tiles;
-  const int32_t* sum;  // of each row's bytes
+  const Tokens& x;
 
   template <int R>
   void operator()(int64_t from, const int32_t* panel, const PanelScales& s, __m512 out[R][2]) const {
     __m512i acc[R][2];
-    multiply<R, true>(tiles.tile(from), panel, tiles.steps, acc);
+    multiply<R, true>(x.tile(from), panel, x.k / 4, acc);
     for (int r = 0; r < R; ++r)
       for (int h = 0; h < 2; ++h) {
         const int64_t row = x.row(from + r);
-        const __m512i exact = _mm512_sub_epi32(acc[r][h], _mm512_set1_epi32(sum[row] * 128));
+        const __m512i exact = _mm512_sub_epi32(acc[r][h], _mm512_set1_epi32(x.sums[row] * 128));
         const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(exact), _mm512_set1_ps(x.scale[row]));
         out[r][h] = _mm512_mul_ps(value, _mm512_loadu_ps(s.scale + 16 * h));
       }
   }
 };
-// int4 weights 0 … 15 with activations as bytes, one scale a token. sums: of each row's activations by group, in parts of its
-// scale, rows × groups; zero: PANEL floats a group, what the middle of 8 and the zero point add to each.
+// int4 weights 0 … 15. zero: PANEL floats a group, what the middle of 8 and the zero point add to each of its activations.
 struct TokenGroupsPanel {
-  const Activations& x;
-  const Tiles& tiles;
-  const float* sums;
+  const Tokens& x;
 
   template <int R>
   void operator()(int64_t from, const int32_t* panel, const PanelScales& s, __m512 out[R][2]) const {
-    const int64_t groups = x.k / s.group, steps = s.group / 4;
+    const int64_t groups = x.groups, steps = s.group / 4;
     for (int r = 0; r < R; ++r) out[r][0] = out[r][1] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; ++g) {
       __m512i acc[R][2];
-      multiply<R, true>(tiles.tile(from) + g * steps * TILE, panel + g * steps * PANEL, steps, acc);
+      multiply<R, true>(x.tile(from) + g * steps * TILE, panel + g * steps * PANEL, steps, acc);
       for (int h = 0; h < 2; ++h) {
         const __m512 scale = _mm512_loadu_ps(s.scale + g * PANEL + 16 * h), zero = _mm512_loadu_ps(s.zero + g * PANEL + 16 * h);
         for (int r = 0; r < R; ++r) {
           out[r][h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][h]), scale, out[r][h]);
-          out[r][h] = _mm512_fmadd_ps(zero, _mm512_set1_ps(sums[x.row(from + r) * groups + g]), out[r][h]);
+          out[r][h] = _mm512_fmadd_ps(zero, _mm512_set1_ps(static_cast<float>(x.sums[x.row(from + r) * groups + g])), out[r][h]);
         }
       }
     }
@@ -222,19 +313,6 @@ struct TokenGroupsPanel {
       for (int h = 0; h < 2; ++h) out[r][h] = _mm512_mul_ps(out[r][h], _mm512_set1_ps(x.scale[x.row(from + r)]));
   }
 };
-// Sums of whole numbers by group, rows × groups.
-inline std::vector<float> group_sums(const Activations& x, int64_t group) {
-  std::vector<float> sums(x.rows * (x.k / group));
-  const int64_t groups = x.k / group;
-  each_row(x.rows, [&](int64_t r) {
-    for (int64_t i = r * groups; i < (r + 1) * groups; ++i) {
-      int32_t total = 0;
-      for (int64_t c = 0; c < group; ++c) total += x.q[i * group + c];
-      sums[i] = static_cast<float>(total);
-    }
-  });
-  return sums;
-}
 
 struct BlocksPanel {
   const Activations& x;
@@ -323,6 +401,19 @@ void multiply_all(const Product& product, int64_t rows, int64_t steps, int64_t N
       }
     }
   }
+}
+
+// e^x for x ≤ 0, within 2 units in the last place; 0 below −87. NaN stays NaN.
+inline __m512 exp16(__m512 x) {
+  const __mmask16 none = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r), _mm512_set1_ps(1.0f));
+  return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), none, _mm512_setzero_ps());
 }
 
 // -- few rows ---------------------------------------------------------------------------------------------------------
@@ -427,6 +518,101 @@ inline void channel_int4(const Activations& x, int64_t from, const Groups& g, co
   if (b < whole) block(b, acc, more);
   for (int r = 0; r < R; ++r) store(out + r * stride + n, sum16(_mm512_add_ps(acc[r], more[r])) + start[r]);
 }
+
+#ifdef __AVX512VBMI__
+#define PDQ_NIBBLES 1
+// int4 weights as bytes, 64 columns a vector, multiplied with the bytes of the activations: one or two dot products a block where
+// words take two, and less to unpack. Lanes of 32 bits hold four columns of the first and of the second half of the block in turn.
+
+// Byte p of a vector of weights → its column.
+inline int64_t column_of(int64_t p) {
+  const int64_t half = p / 32, qword = p % 32 / 8, byte = p % 8;
+  return 4 * qword + 2 * half + byte % 4 / 2 + 16 * (byte % 2 + byte / 4 * 2);
+}
+inline __m512i nibbles(const uint8_t* block) {
+  // Byte p's nibble begins at these bits of its 64: two words of four nibbles for each half of the vector.
+  const __m512i bits = _mm512_inserti64x4(_mm512_set1_epi64(0x1c180c0814100400), _mm256_set1_epi64x(0x3c382c2834302420), 1);
+  const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(block)));
+  return _mm512_and_si512(_mm512_multishift_epi64_epi8(bits, both), _mm512_set1_epi8(15));
+}
+
+// Activations as bytes in the order of `nibbles`: of tokens one a column, else the high (signed) and then the low ones, block by
+// block, of a 16-bit number.
+struct Parts {
+  int64_t each = 0;  // bytes a row
+  std::vector<int8_t> bytes;
+
+  void read(const Activations& x, bool tokens) {
+    each = x.k * (tokens ? 1 : 2);
+    bytes.resize(x.rows * each);
+    alignas(64) int8_t order[64];
+    for (int64_t p = 0; p < 64; ++p) order[p] = static_cast<int8_t>(column_of(p));
+    const __m512i columns = _mm512_load_si512(order);
+    for (int64_t r = 0; r < x.rows; ++r)
+      for (int64_t c = 0; c < x.k; c += BLOCK) {
+        const __m512i low = load64(x.q.data() + r * x.k + c), high = load64(x.q.data() + r * x.k + c + HALF);
+        const auto put = [&](__m512i one, __m512i two, int8_t* to) {
+          const __m512i joined = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(one)), _mm512_cvtepi16_epi8(two), 1);
+          _mm512_storeu_si512(to, _mm512_permutexvar_epi8(columns, joined));
+        };
+        int8_t* to = bytes.data() + r * each + c * (tokens ? 1 : 2);
+        if (!tokens) put(_mm512_srai_epi16(low, 8), _mm512_srai_epi16(high, 8), to), to += 64;
+        put(low, high, to);
+      }
+  }
+};
+
+// `channel_int4` by bytes. HALVES: groups of half a block, else of a multiple of one.
+// Inlined, so that constants stay in registers from channel to channel.
+template <int R, bool HALVES, bool TOKENS, typename S, typename O>
+__attribute__((always_inline)) inline void channel_nibbles(const Activations& x, const Parts& parts, int64_t from, const Groups& g, const uint8_t* w, const S* scales,
+                            int64_t n, float* room, O* out, int64_t stride) {
+  constexpr int64_t STEP = TOKENS ? 64 : 128, BLOCKS = HALVES ? 8 : 16;  // bytes of a block; blocks that a vector has factors for
+  const int64_t k = x.k, whole = k / BLOCK;
+  const uint8_t* weights = w + n * (k / 2);
+  const int8_t* bytes = parts.bytes.data() + from * parts.each;
+  const bool at_once = g.group == g.unit;  // else factors are made beforehand, and the sums' beginning with them
+  // Two sums a row, each in a register of its own: one would wait for its own addition at every step.
+  __m512 sum[2][R], factors[R];
+  float start[R];
+  for (int r = 0; r < R; ++r) sum[0][r] = sum[1][r] = _mm512_setzero_ps();
+  if (!at_once) {
+    scales_int4<R>(x, from, g, scales, n, room, start);
+    for (int r = 0; r < R; ++r) sum[0][r] = _mm512_maskz_mov_ps(1, _mm512_set1_ps(start[r]));
+  }
+  for (int64_t begin = 0; begin < whole; begin += BLOCKS) {
+    const int64_t unit = begin * 16 / BLOCKS;
+    __m512 s;
+    if (at_once) {
+      const __m512i both = _mm512_maskz_loadu_epi32(lanes_of(g.groups - unit), scales + (n * g.groups + unit) * 2);
+      s = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+      const __m512 zero = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+      const __m512 offset = _mm512_fnmadd_ps(_mm512_set1_ps(8.0f), s, zero);
+      for (int r = 0; r < R; ++r) sum[0][r] = _mm512_fmadd_ps(offset, _mm512_loadu_ps(g.sums.data() + (from + r) * g.padded + unit), sum[0][r]);
+    }
+    for (int r = 0; r < R; ++r)
+      factors[r] = at_once ? _mm512_mul_ps(s, _mm512_loadu_ps(g.factors.data() + (from + r) * g.span + unit)) : _mm512_loadu_ps(room + r * g.span + unit);
+    __m512i which = _mm512_setzero_si512();  // block, counted in a register: from a number it would take two steps each time
+    const auto block = [&](int64_t b, __m512 (&to)[R]) {
+      const __m512i v = nibbles(weights + (begin + b) * (BLOCK / 2));
+      for (int r = 0; r < R; ++r) {
+        const int8_t* at = bytes + r * parts.each + (begin + b) * STEP;
+        __m512i part = _mm512_dpbusd_epi32(_mm512_setzero_si512(), v, load64(at));
+        if constexpr (!TOKENS) part = _mm512_dpbusd_epi32(_mm512_slli_epi32(part, 8), load64(at + 64), v);  // the low bytes have no sign
+        const __m512 scale = HALVES ? _mm512_castpd_ps(_mm512_permutexvar_pd(which, _mm512_castps_pd(factors[r]))) : _mm512_permutexvar_ps(which, factors[r]);
+        to[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part), scale, to[r]);
+      }
+      which = HALVES ? _mm512_add_epi64(which, _mm512_set1_epi64(1)) : _mm512_add_epi32(which, _mm512_set1_epi32(1));
+      asm("" : "+v"(which));  // else the compiler unrolls it into just that
+    };
+    const int64_t count = std::min(BLOCKS, whole - begin);
+    int64_t b = 0;
+    for (; b + 2 <= count; b += 2) block(b, sum[0]), block(b + 1, sum[1]);
+    if (b < count) block(b, sum[1]);
+  }
+  for (int r = 0; r < R; ++r) store(out + r * stride + n, sum16(_mm512_add_ps(sum[0][r], sum[1][r])));
+}
+#endif
 
 }  // namespace pdq::wide
 #endif
