@@ -230,7 +230,9 @@ class LayerCompiler:
         scratch = [m for m in inside if isinstance(m, PackedLinear) and m.uses_scratch]
         if scratch and decoding:  # a prompt's are called as they are
             raise UncompiledError(f"{type(scratch[0]).__name__} widens its weights into shared memory")
-        if not decoding:  # before the trial, which other kinds need not be able to run: learned positions end somewhere
+        if (
+            not decoding
+        ):  # before the trial, which other kinds need not be able to run: learned positions end somewhere
             for held, i in places:
                 llama_kind(held[i])
         step, cache = trial.step, trial.cache
