@@ -177,7 +177,7 @@ def terminal(environment: Mapping[str, str], is_terminal: bool, encoding: str | 
 
 
 def left_behind() -> Iterator[Check]:
-    for leftover in leftovers():
+    for leftover in leftovers(clear=False):  # what the next start tells of a killed run goes by its lock
         yield Check("workers", "warn", leftover.text, f"end it with: kill {leftover.pid}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Final
 
@@ -41,8 +43,14 @@ def together(gpus: Sequence[GpuSample]) -> GpuSample | None:
                 continue
             setattr(made, name, None)
             made.missing[name] = f"GPU {silent.index}: {silent.missing.get(name, 'not read')}"
-    limits = [gpu.throttle for gpu in gpus if gpu.throttle is not None]
-    made.throttle = list(dict.fromkeys(t for each in limits for t in each)) if limits else None
+    silent = next((gpu for gpu in gpus if gpu.throttle is None), None)
+    if silent is None:
+        made.throttle = list(dict.fromkeys(t for gpu in gpus for t in gpu.throttle or ()))
+        made.throttle_raw = functools.reduce(operator.or_, (gpu.throttle_raw or 0 for gpu in gpus))
+    else:
+        made.throttle = made.throttle_raw = None
+        for name in ("throttle", "throttle_raw"):
+            made.missing[name] = f"GPU {silent.index}: {silent.missing.get('throttle', 'not read')}"
     return made
 
 

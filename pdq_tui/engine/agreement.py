@@ -138,10 +138,17 @@ class Agreement:
 
 def _judge(what: str, apart: float, explained: float, size: float, roundings: float, floor: float) -> None:
     """Sums of squares: of the difference, of what rounding explains, and of what both are a share of."""
-    share, rounding = (math.sqrt(part / size) if size else math.inf for part in (apart, explained))
+    share, rounding = (_share(part, size) for part in (apart, explained))
     allowed = max(floor, roundings * rounding)
-    if not share <= allowed:  # NaN compares false
+    # NaN compares false; where rounding explains anything, nothing was compared.
+    if not (share <= allowed and math.isfinite(share) and math.isfinite(rounding)):
         raise UncompiledError(f"{what} by {share:.2g} (allowed {allowed:.2g})")
+
+
+def _share(part: float, size: float) -> float:
+    if size:
+        return math.sqrt(part / size)
+    return math.inf if part else 0.0
 
 
 def _floor(dtype: torch.dtype) -> float:

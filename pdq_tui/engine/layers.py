@@ -238,7 +238,7 @@ class LayerCompiler:
         step, cache = trial.step, trial.cache
         for _ in range(trial.before):
             step()
-        steps = [record_step(places, step, cache) for _ in range(trial.recorded)]
+        steps = [record_step(places, step, cache, keep_masks=not decoding) for _ in range(trial.recorded)]
         agreement = Agreement(cache, steps, cancelled)
         calls = steps[-1].calls
         self.settle()  # it may be compiling just this

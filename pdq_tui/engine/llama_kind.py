@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 from pdq_tui.engine import native
-from pdq_tui.engine.recorded import UncompiledError
+from pdq_tui.engine.recorded import UncompiledError, UnknownKindError
 
 #: Classes whose code is that of ``native/layer.h``; what they differ in (biases, norms of heads, windows) it has.
 CLASSES: Final = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -42,21 +43,24 @@ class LlamaKind:
 
 
 def llama_kind(layer: nn.Module) -> LlamaKind:
-    """Raises UncompiledError where it is of another kind, or nothing of our own is built here."""
+    """Raises UnknownKindError where it is of another kind, UncompiledError where nothing of our own is built here."""
     if native.loaded() is None:
         raise UncompiledError(native.why_not() or "our own kernels are switched off")
     if not is_transformers_own(layer, CLASSES):
-        raise UncompiledError(f"no call of our own for layers of {type(layer).__name__}")
+        raise UnknownKindError(f"no call of our own for layers of {type(layer).__name__}")
     attention: Any = layer.get_submodule("self_attn")
     activation: Any = layer.get_submodule("mlp.act_fn")
     if type(activation).__name__ not in ("SiLU", "SiLUActivation"):
-        raise UncompiledError(f"no call of our own for layers with {type(activation).__name__}")
+        raise UnknownKindError(f"no call of our own for layers with {type(activation).__name__}")
     norms: list[Any] = [
         layer.get_submodule("input_layernorm"),
         layer.get_submodule("post_attention_layernorm"),
     ]
     norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     eps = {float(norm.variance_epsilon) for norm in norms if norm is not None}
+    dtypes = {norm.weight.dtype for norm in norms if norm is not None}
+    if not dtypes <= {torch.bfloat16, torch.float32}:
+        raise UnknownKindError("our own calls take bf16 and float32")
     if len(eps) != 1:
         raise UncompiledError("its norms have different epsilons")
     return LlamaKind(

@@ -20,6 +20,10 @@ class UncompiledError(Exception):
     """These layers stay eager; the message says why."""
 
 
+class UnknownKindError(UncompiledError):
+    """Nothing is known that could stand in for layers of this kind: no fallback from anything."""
+
+
 class PassCache:
     """Stands for the cache while a layer is traced: the operator does the writing."""
 
@@ -93,10 +97,12 @@ class Step:
     logits: Tensor
 
 
-def _record(layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The cache becomes a stand-in, the mask None: the operator has both."""
+def _record(
+    layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], keep_mask: bool
+) -> Call:
+    """The cache becomes a stand-in, and of a step the mask None: the operator has both."""
     found, spec = pytree.tree_flatten_with_path(
-        (args, kwargs | _NO_MASK if "attention_mask" in kwargs else kwargs)
+        (args, kwargs | _NO_MASK if "attention_mask" in kwargs and not keep_mask else kwargs)
     )
     leaves = [
         PassCache() if isinstance(leaf, KvCache) else leaf.clone() if isinstance(leaf, Tensor) else leaf
@@ -153,12 +159,16 @@ def signature_of(call: Call) -> tuple[Any, ...]:
 
 
 def record_step(
-    places: Sequence[tuple[nn.ModuleList, int]], step: Callable[[], Tensor], cache: KvCache
+    places: Sequence[tuple[nn.ModuleList, int]],
+    step: Callable[[], Tensor],
+    cache: KvCache,
+    *,
+    keep_masks: bool = False,
 ) -> Step:
-    """Run ``step`` and keep every layer's call. Raises UncompiledError for layers that return something else than one
-    tensor."""
+    """Run ``step`` and keep every layer's call, its mask where what stands in takes one. Raises UncompiledError for layers
+    that return something else than one tensor."""
     held = cache.copied()
-    recorder = Recorder(places)
+    recorder = Recorder(places, keep_masks)
     try:
         logits = step()
     finally:
@@ -172,7 +182,8 @@ def record_step(
 class Recorder:
     """Hooks on every layer for one step."""
 
-    def __init__(self, places: Sequence[tuple[nn.ModuleList, int]]) -> None:
+    def __init__(self, places: Sequence[tuple[nn.ModuleList, int]], keep_masks: bool) -> None:
+        self._keep_masks = keep_masks
         self.calls: dict[int, Call] = {}
         self._handles = []
         for number, (held, index) in enumerate(places):
@@ -182,7 +193,7 @@ class Recorder:
 
     def _before(self, number: int) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.calls[number] = _record(layer, number, args, kwargs)
+            self.calls[number] = _record(layer, number, args, kwargs, self._keep_masks)
 
         return hook
 

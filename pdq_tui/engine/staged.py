@@ -47,7 +47,7 @@ from pdq_tui.engine.plan import (
     warnings_of,
     weights_of,
 )
-from pdq_tui.engine.recorded import UncompiledError
+from pdq_tui.engine.recorded import UncompiledError, UnknownKindError
 from pdq_tui.engine.seams import Seams
 from pdq_tui.engine.views import Caller, copy_shell
 from pdq_tui.engine.weights import HEADROOM_BYTES, Key, Progress, SourceWeights, WeightStore
@@ -55,6 +55,7 @@ from pdq_tui.errors import UnfitError, UsageError
 
 #: Of each of the two pieces of a prompt that a view's stand-ins are tried on: more rows than are multiplied one by one.
 TRIED_POSITIONS: Final = 40
+TRIED_PADDING: Final = 7
 #: A stage's ``source`` → (its skeleton like the model's, its masters). Raises PdqError, Cancelled.
 OpenSource = Callable[[str, Progress, Callable[[], bool]], tuple[PreTrainedModel, Masters]]
 
@@ -454,6 +455,8 @@ class StagedModel:
                     lambda label: progress(0, None, label),
                     cancelled,
                 )
+        except UnknownKindError as why:
+            view.reasons.append(str(why))
         except UncompiledError as why:
             view.uncompiled = str(why)
             view.reasons.append(view.uncompiled)
@@ -462,10 +465,11 @@ class StagedModel:
         view.seconds = time.monotonic() - begin
 
     def _trial(self, view: View, stage: Stage, rows: int) -> Trial:
-        """Three steps of ``rows`` sequences on a cache that is not empty, or two pieces of one short prompt."""
+        """Three steps of ``rows`` sequences on a cache that is not empty, or two pieces of two short prompts, one padded."""
         decoding = stage == "decode"
         before, recorded, positions = (3, 3, 1) if decoding else (0, 2, TRIED_POSITIONS)
-        batch = rows if decoding else 1
+        batch = rows if decoding else 2
+        pad = None if decoding else torch.tensor([0, TRIED_PADDING], device=self.device.torch_device)
         cache = KvCache(self.kv, batch, (before + recorded) * positions, self.device.torch_device)
         if decoding:
             cache.handoff()
@@ -475,8 +479,11 @@ class StagedModel:
             cache.advance(positions)
             place = torch.arange(cache.start, cache.end, device=self.device.torch_device)[None, :]
             token = torch.arange(batch, device=self.device.torch_device)[:, None] * 7 + 31 * (place + 1)
-            position = place.expand(batch, -1).contiguous()
-            return self.caller.logits(view.model, token % words, None, position, cache)[:, -1]
+            position, mask = place.expand(batch, -1).contiguous(), None
+            if pad is not None:
+                position = attention.prefill_positions(pad, cache.end)[:, cache.start :]
+                mask = attention.prefill_mask(pad, cache.end, cache.start)
+            return self.caller.logits(view.model, token % words, mask, position, cache)[:, -1]
 
         return Trial(stage, step, cache, before, recorded)
 

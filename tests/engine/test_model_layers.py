@@ -4,6 +4,7 @@ Needs a C++ compiler, as the fake NVML library does.
 """
 
 import gc
+import math
 import threading
 import time
 import weakref
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from pdq_tui.core.catalog import find_policy
 from pdq_tui.core.kernels import Capability, load_kernels
 from pdq_tui.core.policy import parse_policy
-from pdq_tui.engine import kernels, layers, recorded
+from pdq_tui.engine import agreement, kernels, layers, recorded
 from pdq_tui.engine.cancel import Cancelled
 from pdq_tui.engine.kv import KvCache
 from pdq_tui.engine.staged import StagedArm, StagedModel
@@ -323,6 +324,19 @@ def test_a_program_needs_the_cache_of_the_request_in_flight(make, tiny_llama) ->
     gc.collect()
     with pytest.raises(RuntimeError, match="without an active KV cache"):
         active_cache()
+
+
+@pytest.mark.parametrize(
+    ("apart", "explained", "size"),
+    [(5.0, 0.0, 0.0), (math.nan, 0.0, 0.0), (5.0, math.inf, 1.0), (math.nan, 0.0, 1.0), (1.0, 0.0, 1.0)],
+)
+def test_where_nothing_can_be_compared_nothing_is_accepted(apart, explained, size) -> None:
+    with pytest.raises(recorded.UncompiledError, match="differs"):
+        agreement._judge("it differs", apart, explained, size, 2.0, 0.01)
+
+
+def test_what_adds_nothing_may_add_nothing() -> None:
+    agreement._judge("it differs", 0.0, 0.0, 0.0, 2.0, 0.01)
 
 
 def test_layers_without_decoder_layers_are_refused() -> None:

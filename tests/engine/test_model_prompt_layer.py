@@ -168,6 +168,25 @@ def test_layers_that_compute_something_else_are_not_used(make, tmp_path, monkeyp
     assert ours(arm, 40, 1) == []
 
 
+def test_layers_that_do_not_look_at_the_mask_are_not_used(make, tmp_path, monkeypatch) -> None:
+    real = PromptLayer.forward
+    monkeypatch.setattr(
+        PromptLayer, "forward", lambda self, *a, **k: real(self, *a, **{**k, "attention_mask": None})
+    )
+    cover = make(save_family("llama", tmp_path)).apply(whole(FORMS["int8"]), rows=(1, 40)).coverage["prefill"]
+    assert cover.runner == "eager" and "differ" in str(cover.runner_reason)
+
+
+@pytest.mark.parametrize(("family", "positions"), [("gemma", 256), ("gpt2", 64)])
+def test_another_kind_is_no_fallback_and_is_not_tried(family, positions, make, tmp_path) -> None:
+    """GPT-2 has fewer positions than a trial would take."""
+    staged = make(save_family(family, tmp_path))
+    assert staged.max_positions in (positions, None)
+    arm = staged.apply(whole(FORMS["int8"]), rows=(1, 40), hard=True)
+    assert arm.coverage["prefill"].runner == "eager"
+    assert "no call of our own" in str(arm.coverage["prefill"].runner_reason)
+
+
 # -- the operators -----------------------------------------------------------------------------------------------------
 
 

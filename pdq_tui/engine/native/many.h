@@ -2,6 +2,7 @@
 // panels that all rows use (gemm.h, wide.h).
 #pragma once
 
+#include "around.h"
 #include "linear.h"
 
 namespace pdq {
