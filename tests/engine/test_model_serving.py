@@ -128,9 +128,13 @@ def test_a_closed_loop_keeps_its_concurrency(staged: StagedModel) -> None:
 
 
 def test_requests_of_one_length_do_not_stay_in_step(staged: StagedModel) -> None:
-    """Prompts that fit into one step, all alike: without the uneven first round no step would hold both stages."""
-    _, ended, _, _, _ = load(staged, "bf16", concurrency=3, seconds=0.5, prompt_tokens=16, chunk=64)
-    assert ended.mixed > ended.steps / 4
+    """Prompts that fit into one step, all alike: the uneven first round ends a third of an answer apart, so the prompts that
+    follow meet others' decode. How long they then stay apart is the threads' affair, and no share of the steps is promised."""
+    served, ended, _, _, _ = load(
+        staged, "bf16", concurrency=3, seconds=1.0, prompt_tokens=16, output_tokens=48, chunk=64
+    )
+    assert sorted(s.output_tokens for s in served if s.warmup) == [16, 32, 48]
+    assert ended.mixed >= 2
 
 
 def test_a_stopped_load_ends(staged: StagedModel) -> None:
