@@ -204,6 +204,12 @@ def sensors() -> Iterator[Check]:
         yield Check(
             "sensors", "ok", f"{text}: {'all fields' if not missing else 'not available: ' + missing}"
         )
+    if state is not None and state.gpus > 1:
+        yield Check(
+            "GPUs",
+            "ok",
+            f"{state.gpus}: --gpu INDEX or UUID takes one, --gpu 0,1 or all lays one model's layers over several (no verdict)",
+        )
 
 
 def _ask_sensors() -> tuple[SensorState | None, SensorSample | None]:

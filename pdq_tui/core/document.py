@@ -395,6 +395,8 @@ def _put_weights(out: Json, facts: Facts, label: str) -> None:
         "extra_bytes": w.extra_bytes,
         "kept_bytes": w.kept_bytes,
     }
+    if w.by_device:  # of a model on several devices alone
+        weights["by_device"] = dict(w.by_device)
     one = next(iter(bits)) if len(bits) == 1 else None
     put(weights, "bits_per_weight", one, "differs by stage" if bits else "nothing was converted")
     weights["bits_per_weight_by_stage"] = {}

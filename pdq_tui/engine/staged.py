@@ -569,6 +569,9 @@ class StagedArm:
     def weights(self) -> WeightsInfo:
         """Bytes of this policy; ``session_resident_bytes`` is of now."""
         self._weights.session_resident_bytes = self.owner.session_resident_bytes
+        layout = self.owner.layout
+        if layout.several and not self._weights.by_device:
+            self._weights.by_device = {str(device): self.bytes_on(device) for device in layout.devices}
         return self._weights
 
     def kv_info(self) -> KvInfo:

@@ -175,9 +175,11 @@ def _download(scratch: Path, report: Progress, stop: Cancelled) -> Path:
 
 def _bytes_under(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves its files while we count
-            total += path.stat().st_size if path.is_file() else 0
+    # pip moves its files and removes its folders while we count. Path.rglob raises where a folder goes; os.walk passes over it.
+    for at, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(at, name)).st_size
     return min(total, WHEEL_BYTES)
 
 

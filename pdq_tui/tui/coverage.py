@@ -49,6 +49,10 @@ def _ready_lines(ready: ArmReady) -> list[Line]:
             f"  weights {format_bytes(weights.stored_bytes)} stored, {extra}; "
             f"{format_bytes(weights.kept_bytes)} kept in the model's dtype"
         ),
+        *(
+            Line.of(f"    on {literal(device)}: {format_bytes(held)}")
+            for device, held in weights.by_device.items()
+        ),
         Line.of(_kv_line(ready.kv)),
     ]
     for stage, coverage in ready.coverage.items():

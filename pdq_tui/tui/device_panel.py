@@ -5,6 +5,7 @@ from __future__ import annotations
 from pdq_tui.core.metrics import counted
 from pdq_tui.core.protocol import CpuSample, GpuSample
 from pdq_tui.core.stats import Summary
+from pdq_tui.core.together import together
 from pdq_tui.host.view import SessionView
 from pdq_tui.tui.heading import Look
 from pdq_tui.tui.lines import Row
@@ -16,27 +17,37 @@ STALE_S = 3.0
 
 def device_title(view: SessionView) -> tuple[str, str]:
     """Title and subtitle of the device panel."""
-    gpu = engine_gpu(view)
-    source = "psutil" if gpu is None else "NVML"
+    gpus = engine_gpus(view)
+    source = "NVML" if gpus else "psutil"
     if view.sensors is None:
         return ("DEVICE", "no reading yet")
     if view.sensors_age_s is not None and view.sensors_age_s > STALE_S:
         source = f"stale {view.sensors_age_s:.0f} s"
-    return (f"GPU {gpu.index}" if gpu else "CPU", source)
+    if len(gpus) > 1:
+        return (f"{len(gpus)} GPUs", source)
+    return (f"GPU {gpus[0].index}" if gpus else "CPU", source)
+
+
+def engine_gpus(view: SessionView) -> list[GpuSample]:
+    """The readings of the GPUs that the engine runs on."""
+    if view.sensors is None or (view.device is not None and view.device.kind == "cpu"):
+        return []
+    index = view.sensor_state.engine_gpu if view.sensor_state else None
+    return [g for g in view.sensors.gpus if g.engine or g.index == index]
 
 
 def engine_gpu(view: SessionView) -> GpuSample | None:
-    """The reading of the GPU that the engine runs on."""
-    if view.sensors is None or (view.device is not None and view.device.kind == "cpu"):
-        return None
-    index = view.sensor_state.engine_gpu if view.sensor_state else None
-    return next((g for g in view.sensors.gpus if g.engine or g.index == index), None)
+    """The same of all of them as one: amounts added, shares averaged."""
+    return together(engine_gpus(view))
 
 
 def device_rows(view: SessionView, width: int, look: Look) -> list[Row]:
     gpu = engine_gpu(view)
     cpu = view.sensors.cpu if view.sensors is not None else CpuSample()
     rows = _gpu_rows(gpu, view, look) if gpu is not None else _cpu_rows(cpu, view, look)
+    gpus = engine_gpus(view)
+    if len(gpus) > 1:
+        rows += [_one_of_several(each) for each in gpus]
     return [clip(r, width) for r in rows]
 
 
@@ -111,6 +122,15 @@ def _gpu_rows(gpu: GpuSample, view: SessionView, look: Look) -> list[Row]:
         row((" throttle ", "head"), (throttle, "bad" if gpu.throttle else "")),
         row((" other procs ", "head"), (others, "warn" if gpu.other_processes else "")),
     ]
+
+
+def _one_of_several(gpu: GpuSample) -> Row:
+    watts = "n/a" if gpu.power_w is None else f"{gpu.power_w:.0f} W"
+    return row(
+        (f" GPU {gpu.index} ", "head"),
+        f"{_share(gpu.gpu_util)}  {_gib(gpu.memory_used_bytes)} GiB  {watts}",
+        (" throttled" if gpu.throttle else "", "bad"),
+    )
 
 
 def _why(gpu: GpuSample, name: str, look: Look) -> str:

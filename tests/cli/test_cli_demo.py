@@ -109,3 +109,28 @@ def test_X04_a_place_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPa
     with pytest.raises(PdqError, match="cannot be stored in /proc/nowhere") as caught:
         demo.fetch()
     assert "PDQ_HOME" in (caught.value.hint or "")
+
+
+def test_folders_may_go_while_what_was_fetched_is_counted(tmp_path: Path) -> None:
+    """pip unpacks in folders of its own and removes them; the first start once ended there with "No such file"."""
+    (tmp_path / "wheel").mkdir()
+    (tmp_path / "wheel" / "part").write_bytes(b"x" * 1000)
+    over = threading.Event()
+
+    def churn() -> None:
+        while not over.is_set():
+            for i in range(40):
+                (tmp_path / f"pip-{i}" / "deep").mkdir(parents=True, exist_ok=True)
+            for i in range(40):
+                (tmp_path / f"pip-{i}" / "deep").rmdir()
+                (tmp_path / f"pip-{i}").rmdir()
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            assert demo._bytes_under(tmp_path) == 1000
+    finally:
+        over.set()
+        thread.join()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cli_gear import Pdq, environment
+from fake_nvml import FakeNvml
 
 from pdq_tui import __version__
 from pdq_tui.cli import with_app
@@ -228,6 +229,14 @@ def test_doctor_says_what_is_there_and_its_exit_code_says_whether_that_will_do(p
     assert {check["status"] for check in body["checks"]} <= {"ok", "warn"}
     formats = [check["text"].partition(":")[0] for check in body["checks"] if check["group"] == "kernels"]
     assert {"bf16", "int8", "w8a8", "int4-g64"} <= set(formats)
+
+
+def test_doctor_says_how_one_of_several_gpus_is_chosen(pdq: Pdq, tmp_path: Path) -> None:
+    fake = FakeNvml.create(tmp_path, gpus=2)
+    done = pdq("doctor", "--json", "--device", "cpu", **fake.env)
+    texts = [check["text"] for check in json.loads(done.stdout)["checks"] if check["group"] == "GPUs"]
+    assert done.returncode == 0 and len(texts) == 1
+    assert texts[0].startswith("2: ") and "--gpu 0,1" in texts[0]
 
 
 def test_doctor_where_the_device_is_missing_exits_4(pdq: Pdq) -> None:

@@ -182,7 +182,8 @@ def test_bytes_by_device_add_up_to_the_census(
 ) -> None:
     model = load(models[name], two())
     arm = ready(model, find_policy(word))
-    by_device = [arm.bytes_on(device) for device in model.layout.devices]
+    assert list(arm.weights.by_device) == ["cuda:0", "cuda:1"]
+    by_device = list(arm.weights.by_device.values())
     assert sum(by_device) == arm.weights.stored_bytes + arm.weights.kept_bytes and min(by_device) > 0
     assert sum(map(model.other_bytes_on, model.layout.devices)) == model.census.other_bytes
     answered(arm)

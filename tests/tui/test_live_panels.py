@@ -17,7 +17,7 @@ from pdq_tui.core.policy import Policy, StagePolicy
 from pdq_tui.core.protocol import Guarded
 from pdq_tui.core.stats import Ratio
 from pdq_tui.host.view import EnergyView, GuardView, SessionView
-from pdq_tui.tui import footing, heading, panels
+from pdq_tui.tui import device_panel, footing, heading, panels
 from pdq_tui.tui.heading import Look
 from pdq_tui.tui.lines import Row, cells
 
@@ -188,3 +188,18 @@ async def test_energy_is_measured_on_a_key_or_refused_with_the_reason(
         await pilot.pause()
         assert said in session.view().notes[-1].text
         assert [c for c in session.calls if c[0] == "measure_energy"] == asked
+
+
+def test_several_gpus_are_added_up_and_told_one_by_one() -> None:
+    view = make_view(gpu=True)
+    assert view.sensors is not None and view.sensor_state is not None
+    first = view.sensors.gpus[0]
+    second = msgspec.structs.replace(first, index=1, power_w=188.0, gpu_util=0.5, throttle=["thermal"])
+    idle = msgspec.structs.replace(first, index=2, engine=False, power_w=90.0)
+    view = replace(view, sensors=msgspec.structs.replace(view.sensors, gpus=[first, second, idle]))
+    assert device_panel.device_title(view) == ("2 GPUs", "NVML")
+    rows = [text_of(each) for each in device_panel.device_rows(view, FULL, Look())]
+    assert rows[0].startswith(" util  74 %") and "700/1400 W" in rows[1]
+    assert "thermal" in rows[4]
+    assert rows[-2].rstrip() == " GPU 0 97 %  38.2 GiB  512 W"
+    assert rows[-1].rstrip() == " GPU 1 50 %  38.2 GiB  188 W throttled"

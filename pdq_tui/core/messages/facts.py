@@ -152,7 +152,8 @@ class WeightsInfo(msgspec.Struct, kw_only=True):
 
     ``kept_bytes`` stay in the model's dtype (embeddings, head, norms). ``bits_per_weight``: over converted parameters,
     by stage. ``scratch_bytes``: what the largest layer is dequantized into, one at a time, shared by all; 0 where none is.
-    ``session_resident_bytes``: everything the engine holds now, all arms.
+    ``session_resident_bytes``: everything the engine holds now, all arms. ``by_device``: of a model on several, what stored
+    and kept weights take on each; empty on one.
     """
 
     stored_bytes: int = 0
@@ -164,6 +165,7 @@ class WeightsInfo(msgspec.Struct, kw_only=True):
     bits_per_weight: dict[str, float | None] = msgspec.field(default_factory=dict)
     session_resident_bytes: int = 0
     scratch_bytes: int = 0
+    by_device: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class KvInfo(msgspec.Struct, kw_only=True):
