@@ -179,7 +179,7 @@ def _bytes_under(folder: Path) -> int:
     for at, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
-                total += os.stat(os.path.join(at, name)).st_size
+                total += Path(at, name).stat().st_size
     return min(total, WHEEL_BYTES)
 
 
