@@ -67,31 +67,19 @@ def block_difference(
     device: DeviceInfo | None = None,
     model: ModelInfo | None = None,
 ) -> float | None:
-    """Mean ln of ``arm`` minus mean ln of ``reference`` in one block; None as in ``block_logs``."""
-    logs = block_logs(block, metric, reference, arm, device, model)
+    """Mean ln of ``arm`` minus mean ln of ``reference`` in one block; None unless both took part twice (as often as each
+    other) and every value is there and positive."""
+    sides = _sides(block, reference, arm)
+    logs = None if sides is None else _logs(sides, METRICS[metric].of, device, model)
     return None if logs is None else logs[0] - logs[1]
 
 
-def block_logs(
-    block: Block,
-    metric: str,
-    reference: tuple[str, bool],
-    arm: tuple[str, bool],
-    device: DeviceInfo | None = None,
-    model: ModelInfo | None = None,
-) -> tuple[float, float] | None:
-    """Mean ln of ``arm`` and of ``reference`` in one block; None unless both took part twice (as often as each other)
-    and every value is there and positive."""
-    sides = _sides(block, reference, arm)
-    return None if sides is None else _logs(sides, METRICS[metric].of, device, model)
-
-
-_Sides = tuple[list[Request], list[Request]]
+_Sides = tuple[Sequence[Request], Sequence[Request]]
 
 
 def _sides(block: Block, reference: tuple[str, bool], arm: tuple[str, bool]) -> _Sides | None:
     ours, theirs = block.get(arm, ()), block.get(reference, ())
-    return (list(ours), list(theirs)) if 2 <= len(ours) == len(theirs) else None
+    return (ours, theirs) if 2 <= len(ours) == len(theirs) else None
 
 
 def _logs(
@@ -242,12 +230,9 @@ def _arm_ratios(
     blocked: Mapping[str, str | None],
     floors: Mapping[str, float | None],
 ) -> list[Ratio]:
+    whole = [sides for b in blocks if (sides := _sides(b, (reference, False), (arm, False))) is not None]
     logs = {
-        m: [
-            pair
-            for b in blocks
-            if (pair := block_logs(b, m, (reference, False), (arm, False), device, model)) is not None
-        ]
+        m: [pair for sides in whole if (pair := _logs(sides, METRICS[m].of, device, model)) is not None]
         for m in metrics
     }
     # Whichever side was run again as its own rival: the reach is the same seen from either.
