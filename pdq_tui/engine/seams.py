@@ -25,7 +25,9 @@ class Seams:
             return
         _own_hooks(view)
         view.register_forward_pre_hook(lambda *_: self._moved.clear())
-        view.register_forward_hook(lambda *_: self._moved.clear())
+        view.register_forward_hook(
+            lambda *_: self._moved.clear(), always_call=True
+        )  # a pass that raises lets go of them too
         for name, device in layout.units.items():
             module = view.get_submodule(name)
             _own_hooks(module)

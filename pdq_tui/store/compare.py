@@ -230,7 +230,7 @@ def _rows(
         why = f"{invalid.id}: {invalid.arm.get('valid_reason') or 'invalid'}"
         spoiled = dict.fromkeys(spoiled, why)
     elif (most := max(_devices(s) for s in (a, b))) > 1:
-        spoiled = dict.fromkeys(spoiled, f"layers on {most} devices")
+        spoiled |= dict.fromkeys(spoiled.keys() - {COUNTED}, f"layers on {most} devices")
     elif any(s.part("conditions").get("eager_launch_bound") for s in (a, b)):
         spoiled[SPEED] = spoiled[SPEED] or "eager: launch-bound"
     stats = [arm_stats(s.requests, s.device, s.model, _SUMMARIZED) for s in (a, b)]

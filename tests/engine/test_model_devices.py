@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pretended
@@ -23,6 +24,7 @@ from pdq_tui.engine.devices import DeviceGroup, pick_gpus
 from pdq_tui.engine.layout import lay_out, layout_of
 from pdq_tui.engine.prompts import Batch
 from pdq_tui.engine.runner import Arm, Hooks, Limits, run_request
+from pdq_tui.engine.seams import Seams
 from pdq_tui.engine.staged import StagedArm, StagedModel
 from pdq_tui.engine.weights import HEADROOM_BYTES
 from pdq_tui.errors import UnfitError
@@ -302,3 +304,31 @@ def test_a_model_that_is_half_on_the_cpu_is_refused(spread: Callable[[str], Any]
     up.weight = torch.nn.Parameter(up.weight.to("cuda:1"), requires_grad=False)
     with pytest.raises(UnfitError, match=r"model\.layers\.0 lies on cuda:0 and cuda:1"):
         layout_of(model)
+
+
+class _Failing(torch.nn.Module):
+    """Two units; the second one raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Identity(), torch.nn.Identity()
+        self.two.register_forward_pre_hook(self._fail, prepend=False)
+
+    @staticmethod
+    def _fail(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        return self.two(self.one(x), mask)
+
+
+def test_a_pass_that_raises_lets_go_of_what_it_moved(pretend: Pretended) -> None:
+    """Else an out-of-memory would keep the mask's copies on the very device that is full."""
+    view = _Failing()
+    pretended.moves.clear()
+    units = {"one": torch.device("cuda", 0), "two": torch.device("cuda", 1)}
+    seams = Seams(view, SimpleNamespace(several=True, units=units))  # type: ignore[arg-type]
+    view.two._forward_pre_hooks.move_to_end(next(iter(view.two._forward_pre_hooks)))  # after the mover
+    with pytest.raises(MemoryError):
+        view(torch.ones(1, 2, device="cuda:0"), torch.ones(1, device="cuda:0"))
+    assert pretended.moves["cuda:0", "cuda:1"] == 2 and not seams._moved
